@@ -1,0 +1,1 @@
+"""Storage formats for weights and KV caches."""

@@ -1,0 +1,1 @@
+"""KV stores, one file each."""

@@ -1,0 +1,1 @@
+"""Ways to produce tokens, one file each."""

@@ -1,0 +1,75 @@
+"""Speculative decoding: propose, verify, accept, roll back (Leviathan et al. 2023; Chen et al. 2023).
+
+The loop knows neither how drafts are made (drafter), nor how many (draft length), nor how they are judged
+(verifier). Rows accept different numbers; nothing is re-aligned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from specdec.decoding.base import Decoder
+from specdec.draft_length.base import DraftLength
+from specdec.drafters.base import Drafter
+from specdec.draws import Draws
+from specdec.progress import Progress, Row, StopRule, Vacancy
+from specdec.runner import Runner
+from specdec.sampling import Sampler
+from specdec.types import DraftProposal, Phase, StepOutput
+from specdec.verifiers.base import Verifier
+
+
+class SpeculativeDecoder(Decoder):
+    """Each step verifies up to K draft tokens per row in one pass and commits 1 to K + 1 tokens."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        sampler: Sampler,
+        draws: Draws,
+        stop_rule: StopRule,
+        num_slots: int,
+        *,
+        drafter: Drafter,
+        verifier: Verifier,
+        draft_length: DraftLength,
+    ) -> None:
+        super().__init__(runner, sampler, draws, stop_rule, num_slots)
+        self.drafter = drafter
+        self.verifier = verifier
+        self.draft_length = draft_length
+
+    def step(self, progress: Progress) -> StepOutput:
+        rows = progress.rows
+        draws = self.block_draws(rows)
+        # 1. Propose.
+        proposal = self.drafter.propose(rows, self._limits(rows), self.draft_length.go_on, draws)
+        # 2. Verify: the target's laws behind the newest token and behind every draft token, in one pass.
+        tokens = torch.cat([self.newest_tokens(rows), proposal.token_ids], 1)
+        logits = self.runner.verify(tokens, [1 + length for length in proposal.lengths])
+        # 3. Accept: the longest prefix the verifier lets stand, and one token more.
+        verification = self.verifier.verify(proposal, self.sampler.law(logits), draws)
+        # 4. Roll back what was rejected, in the target's cache and the drafter's.
+        self.runner.commit(
+            [len(row.token_ids) + kept for row, kept in zip(rows, verification.accepted, strict=True)]
+        )
+        self.drafter.accept(rows, verification)
+        committed = _committed(proposal, verification.accepted, verification.next_ids)
+        return progress.commit(Phase.VERIFY, rows, committed, drafted=proposal.lengths)
+
+    def vacate(self, vacancy: Vacancy) -> None:
+        super().vacate(vacancy)
+        self.drafter.vacate(vacancy)
+
+    def _limits(self, rows: Sequence[Row]) -> list[int]:
+        # A step commits one token more than it accepts, so drafting the last allowed token is of no use; this
+        # also keeps every draft position within the row's capacity.
+        wanted = self.draft_length.limits(rows)
+        return [min(limit, row.remaining - 1) for limit, row in zip(wanted, rows, strict=True)]
+
+
+def _committed(proposal: DraftProposal, accepted: Sequence[int], next_ids: Sequence[int]) -> list[list[int]]:
+    drafts = proposal.token_ids.tolist()
+    return [[*draft[:kept], token] for draft, kept, token in zip(drafts, accepted, next_ids, strict=True)]

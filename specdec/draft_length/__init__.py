@@ -1,0 +1,1 @@
+"""Draft length policies, one file each."""

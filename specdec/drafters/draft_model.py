@@ -1,0 +1,98 @@
+"""Draft with a smaller or cheaper model that has a cache of its own (Leviathan et al. 2023, algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.drafters.base import Drafter, DrafterContext, DrafterOptions
+from specdec.draws import BlockDraws
+from specdec.progress import Row, Vacancy
+from specdec.runner import ModelRunner, Runner
+from specdec.sampling import Sampler
+from specdec.types import DraftProposal, GoOn, Law, Verification
+
+
+class DraftModelDrafter(Drafter):
+    """Draws each draft token from the draft model's law, one pass per token.
+
+    Between steps its cache holds a prefix of each row's text; what is missing (a new prompt, the last accepted
+    draft token, tokens written while nothing was drafted) is read by the next proposal.
+    """
+
+    def __init__(self, runner: Runner, sampler: Sampler) -> None:
+        self.runner = runner
+        self.sampler = sampler
+
+    def propose(
+        self, rows: Sequence[Row], limits: Sequence[int], go_on: GoOn, draws: BlockDraws
+    ) -> DraftProposal:
+        wanted = [limit > 0 for limit in limits]
+        if not any(wanted):
+            return DraftProposal.nothing(len(rows), self.runner.device)
+        self._prefill_new(rows, wanted)
+        law = self.sampler.law(self._catch_up(rows, wanted))
+        lengths = [0] * len(rows)
+        token_ids: list[Tensor] = []
+        laws: list[Law] = []
+        while True:
+            step = len(laws)
+            going = [limit > step and go for limit, go in zip(limits, go_on(law, step), strict=True)]
+            active = [go and length == step for go, length in zip(going, lengths, strict=True)]
+            if not any(active):
+                break
+            laws.append(law)
+            token_ids.append(draws.draft(law, step))
+            lengths = [length + go for length, go in zip(lengths, active, strict=True)]
+            # A pass only for those that may draw again: the last draft token is read when it is accepted.
+            further = [int(go and limit > step + 1) for go, limit in zip(active, limits, strict=True)]
+            if not any(further):
+                break
+            law = self.sampler.law(self.runner.decode(token_ids[-1].unsqueeze(1), further))
+        if not laws:
+            return DraftProposal.nothing(len(rows), self.runner.device)
+        return DraftProposal(torch.stack(token_ids, 1), tuple(lengths), Law.stack(laws))
+
+    def accept(self, rows: Sequence[Row], verification: Verification) -> None:
+        valid = [len(row.token_ids) + kept for row, kept in zip(rows, verification.accepted, strict=True)]
+        held = self.runner.lengths
+        self.runner.commit([min(length, held[slot]) for slot, length in enumerate(valid)])
+
+    def vacate(self, vacancy: Vacancy) -> None:
+        self.runner.release(vacancy.slot)
+        if vacancy.replacement is not None:
+            self.runner.move(vacancy.replacement, vacancy.slot)
+
+    def _prefill_new(self, rows: Sequence[Row], wanted: Sequence[bool]) -> None:
+        held = self.runner.lengths
+        new = [row for row in rows if wanted[row.slot] and held[row.slot] == 0]
+        if new:
+            self.runner.prefill([row.token_ids[:-1] for row in new], [row.slot for row in new])
+
+    def _catch_up(self, rows: Sequence[Row], wanted: Sequence[bool]) -> Tensor:
+        """Read what each row's cache lacks of its text: logits `[B, V]` behind the newest token."""
+        held = self.runner.lengths
+        missing = [row.token_ids[held[row.slot] :] if wanted[row.slot] else [] for row in rows]
+        width = max(map(len, missing))
+        padded = [[*tokens, *([0] * (width - len(tokens)))] for tokens in missing]
+        tokens = torch.tensor(padded, device=self.runner.device)
+        return self.runner.decode(tokens, [len(tokens) for tokens in missing])
+
+
+@dataclass
+class DraftModelOptions(DrafterOptions):
+    """`weights`: the draft model's weight format; empty: the default for that draft model."""
+
+    weights: str = ""
+
+    def build(self, context: DrafterContext) -> DraftModelDrafter:
+        runner = ModelRunner(context.load_draft_model(self.weights), context.num_slots, context.capacity)
+        if runner.vocab_size != context.vocab_size:
+            raise ValueError(
+                f"the draft model has a vocabulary of {runner.vocab_size} tokens, "
+                f"the target one of {context.vocab_size}: they must be the same"
+            )
+        return DraftModelDrafter(runner, context.sampler)

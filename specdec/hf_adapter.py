@@ -1,0 +1,120 @@
+"""The only file that knows transformers' cache protocol, forward() keywords and configuration names.
+
+Models are used unmodified: during a pass their attention implementation is switched to the one of
+`specdec.attention`, which needs no mask from transformers, and their cache argument is a thin writer to our store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec.attention import ATTENTION_NAME
+from specdec.kv_cache import CacheShape, KVStore, PassLayout
+
+# Families whose passes were compared with transformers' own forward and generate (tests/test_families.py).
+KNOWN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# These change the rotation of cached keys as a text grows, so what a token's key is depends on its batch mates.
+REFUSED_ROPE_TYPES = ("dynamic", "longrope")
+
+
+class _StoreWriter:
+    """What a model sees as its cache: `update` writes the pass's keys and values to the store."""
+
+    is_compileable = False
+
+    def __init__(self, store: KVStore, layout: PassLayout) -> None:
+        self._store = store
+        self._layout = layout
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, **_: Any) -> tuple[Tensor, Tensor]:
+        self._store.write(layer, self._layout, keys, values)
+        return keys, values  # not looked at: attention reads the store
+
+
+class HFAdapter:
+    """One Hugging Face decoder as a function of (tokens, layout, store).
+
+    Raises ValueError for a model family that is not known to be right, by name.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config = model.config
+        if config.model_type not in KNOWN_FAMILIES:
+            raise ValueError(
+                f"model family '{config.model_type}' is not known to be right in this engine; "
+                f"known: {', '.join(KNOWN_FAMILIES)}"
+            )
+        rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+        if rope_type in REFUSED_ROPE_TYPES:
+            raise ValueError(f"rope_type '{rope_type}' rotates cached keys as the text grows: not supported")
+        self.model = model.eval()
+        self.vocab_size: int = config.vocab_size
+        self.context_length: int = config.max_position_embeddings
+        self.sliding_window = _sliding_window(config)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def cache_shape(self, num_slots: int, capacity: int) -> CacheShape:
+        """The cache this model needs.
+
+        Raises ValueError when `capacity` exceeds the model's context or its sliding window.
+        """
+        if capacity > self.context_length:
+            raise ValueError(f"{capacity} tokens exceed the model's context of {self.context_length}")
+        if self.sliding_window is not None and capacity > self.sliding_window:
+            raise ValueError(
+                f"{capacity} tokens exceed the model's sliding window of {self.sliding_window}: "
+                "windows are not supported, shorter texts are"
+            )
+        config = self.model.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return CacheShape(
+            config.num_hidden_layers,
+            num_slots,
+            config.num_key_value_heads,
+            capacity,
+            head_dim,
+            self.model.dtype,
+            self.device,
+        )
+
+    @torch.no_grad()  # not inference_mode: some quantized weights fail under it
+    def forward(self, token_ids: Tensor, layout: PassLayout, store: KVStore, last_only: bool) -> Tensor:
+        """Logits of one pass over `token_ids [B, T]`: `[B, T, V]`, or `[B, 1, V]` of the last column."""
+        with _attention_implementation(self.model, ATTENTION_NAME):
+            output = self.model(
+                input_ids=token_ids,
+                position_ids=layout.position_ids,
+                cache=_StoreWriter(store, layout),
+                use_cache=True,
+                logits_to_keep=1 if last_only else 0,
+                kv_store=store,
+                pass_layout=layout,
+            )
+        return output.logits
+
+
+@contextmanager
+def _attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    # Restored after each pass, so that the caller's model still works with transformers' own generate.
+    before = model.config._attn_implementation
+    model.config._attn_implementation = name
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+
+
+def _sliding_window(config: Any) -> int | None:
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None and "sliding_attention" not in layer_types:
+        return None
+    return getattr(config, "sliding_window", None)

@@ -1,0 +1,182 @@
+"""The KV cache: a buffer plus per-row lengths, and the lengths are the truth.
+
+A token at position n of a row lives at slot n of that row's buffer, so there is no padding and nothing is ever
+re-aligned. Rolling back is setting a smaller length: stale slots are never seen (a query sees positions up to
+its own) and are overwritten later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Sizes of a cache. `capacity` is the number of positions a row can hold."""
+
+    num_layers: int
+    num_slots: int
+    num_kv_heads: int
+    capacity: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class PassLayout:
+    """Which rows and positions one forward pass covers.
+
+    Row b (slot `first_slot + b`) processes `counts[b]` tokens at positions `starts[b]...`; the pass is `width`
+    tokens wide, and what lies behind a row's count is padding, directed to the spare slot `capacity`.
+    """
+
+    first_slot: int
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    width: int
+    capacity: int
+    device: torch.device
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first_slot, self.first_slot + len(self.starts))
+
+    @cached_property
+    def extent(self) -> int:
+        """Positions that the longest row sees, its new tokens included."""
+        return max(start + count for start, count in zip(self.starts, self.counts, strict=True)) or 1
+
+    @cached_property
+    def is_aligned(self) -> bool:
+        """All rows write the same positions, without padding: one slice instead of scattered writes."""
+        return len(set(self.starts)) == 1 and set(self.counts) == {self.width}
+
+    @cached_property
+    def is_whole_prompt(self) -> bool:
+        return self.is_aligned and self.starts[0] == 0
+
+    @cached_property
+    def sees_everything(self) -> bool:
+        """One token per row, all at the last position of the extent: no mask is needed."""
+        return self.is_aligned and self.width == 1
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Where each token is written, int64 `[B, T]`; padding goes to the spare slot `capacity`."""
+        steps = torch.arange(self.width)
+        starts = torch.tensor(self.starts).unsqueeze(1)
+        real = steps < torch.tensor(self.counts).unsqueeze(1)
+        return torch.where(real, starts + steps, self.capacity).to(self.device)
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """Positions for the model, int64 `[B, T]`: padding is clamped, so no table is read past its end."""
+        return self.positions.clamp_max(self.capacity - 1)
+
+    @cached_property
+    def row_index(self) -> Tensor:
+        return torch.arange(self.rows.start, self.rows.stop, device=self.device).unsqueeze(1)
+
+    def additive_mask(self, dtype: torch.dtype) -> Tensor:
+        """`[B, 1, T, extent]`: 0 where a query may look, -inf where not. Made once per pass."""
+        return self._mask.to(dtype)
+
+    @cached_property
+    def _mask(self) -> Tensor:
+        slots = torch.arange(self.extent, device=self.device)
+        hidden = slots > self.positions.unsqueeze(-1)
+        return torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, float("-inf")).unsqueeze(1)
+
+
+class KVStore(Protocol):
+    """How keys and values are stored. Row and position are as in `PassLayout`."""
+
+    shape: CacheShape
+
+    def write(self, layer: int, layout: PassLayout, keys: Tensor, values: Tensor) -> None:
+        """Store `keys`, `values [B, KVH, T, D]` of one pass."""
+        ...
+
+    def attend(self, layer: int, query: Tensor, layout: PassLayout, scaling: float) -> Tensor:
+        """Causal attention of `query [B, H, T, D]` over what the rows hold: `[B, T, H, D]`."""
+        ...
+
+    def commit(self, lengths: Sequence[int]) -> None:
+        """The first `lengths[slot]` tokens of each slot are final: a store may pack them now, never earlier."""
+        ...
+
+    def move(self, source: int, destination: int, length: int) -> None:
+        """Copy the first `length` positions of one slot into another."""
+        ...
+
+    def live_bytes(self, lengths: Sequence[int]) -> int:
+        """Bytes that hold tokens, scales included."""
+        ...
+
+    def allocated_bytes(self) -> int: ...
+
+
+class KVCache:
+    """A store plus the lengths of its slots: all committed tokens but the newest, after each step."""
+
+    def __init__(self, store: KVStore) -> None:
+        self.store = store
+        self.lengths = [0] * store.shape.num_slots
+
+    def layout(self, first_slot: int, counts: Sequence[int], width: int) -> PassLayout:
+        """The pass that appends `counts[b]` tokens to slot `first_slot + b`.
+
+        Raises ValueError when a row would grow beyond the capacity or the pass beyond the slots.
+        """
+        shape = self.store.shape
+        starts = tuple(self.lengths[first_slot : first_slot + len(counts)])
+        if len(starts) != len(counts):
+            raise ValueError(
+                f"{len(counts)} rows from slot {first_slot} on, but there are {shape.num_slots} slots"
+            )
+        for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            if not 0 <= count <= width or start + count > shape.capacity:
+                raise ValueError(
+                    f"slot {first_slot + row} holds {start} tokens and gets {count} in a pass of {width}, "
+                    f"but its capacity is {shape.capacity}"
+                )
+        return PassLayout(first_slot, starts, tuple(counts), width, shape.capacity, shape.device)
+
+    def advance(self, layout: PassLayout) -> None:
+        """The tokens of a pass are in the cache, though not yet final."""
+        self.lengths[layout.rows] = [s + c for s, c in zip(layout.starts, layout.counts, strict=True)]
+
+    def roll_back(self, lengths: Sequence[int]) -> None:
+        """Keep the first `lengths[slot]` tokens of slots 0, 1, ...; copies nothing.
+
+        Raises ValueError when a length exceeds what the slot holds.
+        """
+        for slot, length in enumerate(lengths):
+            if not 0 <= length <= self.lengths[slot]:
+                raise ValueError(
+                    f"slot {slot} holds {self.lengths[slot]} tokens, can't be rolled back to {length}"
+                )
+        self.lengths[: len(lengths)] = lengths
+
+    def commit(self) -> None:
+        """All that the slots hold now is final."""
+        self.store.commit(self.lengths)
+
+    def move(self, source: int, destination: int) -> None:
+        self.store.move(source, destination, self.lengths[source])
+        self.lengths[destination] = self.lengths[source]
+        self.lengths[source] = 0
+
+    def release(self, slot: int) -> None:
+        self.lengths[slot] = 0
+
+    @property
+    def live_bytes(self) -> int:
+        return self.store.live_bytes(self.lengths)

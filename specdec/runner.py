@@ -1,0 +1,141 @@
+"""Three verbs over one model and one cache: prefill, decode, verify.
+
+The active rows of a pass are slots 0..B-1. A pass appends its tokens to the cache; `commit` then says how much of
+that stays, which is also how rejected draft tokens are rolled back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec.hf_adapter import HFAdapter
+from specdec.kv_cache import CacheShape, KVCache, KVStore
+from specdec.kv_stores.dense import DenseStore
+
+
+class Runner(Protocol):
+    """What decoders and drafters need of a model; a measuring wrapper has the same protocol."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens in the cache, per slot."""
+        ...
+
+    def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor: ...
+
+    def decode(self, token_ids: Tensor, counts: Sequence[int] | None = None) -> Tensor: ...
+
+    def verify(self, token_ids: Tensor, counts: Sequence[int]) -> Tensor: ...
+
+    def commit(self, lengths: Sequence[int]) -> None: ...
+
+    def move(self, source: int, destination: int) -> None: ...
+
+    def release(self, slot: int) -> None: ...
+
+
+class ModelRunner:
+    """Runs one unmodified Hugging Face decoder with a cache of `num_slots` rows of `capacity` tokens.
+
+    Args:
+        prefill_chunk: tokens per prefill pass; None reads each prompt in one pass.
+        make_store: builds the KV store for a given shape; the dense store by default.
+
+    Raises:
+        ValueError: an unknown model family, or a capacity beyond the model's context.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_slots: int,
+        capacity: int,
+        *,
+        prefill_chunk: int | None = None,
+        make_store: Callable[[CacheShape], KVStore] = DenseStore,
+    ) -> None:
+        if num_slots < 1 or capacity < 1:
+            raise ValueError(f"num_slots={num_slots}, capacity={capacity}: both must be at least 1")
+        if prefill_chunk is not None and prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk={prefill_chunk}: expected at least 1, or none")
+        self._adapter = HFAdapter(model)
+        self._prefill_chunk = prefill_chunk
+        self.cache = KVCache(make_store(self._adapter.cache_shape(num_slots, capacity)))
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self._adapter.model
+
+    @property
+    def vocab_size(self) -> int:
+        return self._adapter.vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        return self._adapter.device
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(self.cache.lengths)
+
+    def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:
+        """Read each prompt into its (empty) slot: logits `[B, V]` at the prompts' last positions.
+
+        One row at a time: prompts of unequal length need no padding, and reading is limited by arithmetic,
+        so that a joint pass would gain nothing.
+        """
+        return torch.cat(
+            [self._prefill_row(prompt, slot) for prompt, slot in zip(prompts, slots, strict=True)]
+        )
+
+    def decode(self, token_ids: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+        """Append `token_ids [B, T]`, row b's first `counts[b]` (default: all T): logits `[B, V]` at the last.
+
+        T is 1 but where a row catches up. A row with count 0 gets arbitrary logits.
+        """
+        rows, width = token_ids.shape
+        counts = [width] * rows if counts is None else counts
+        last_only = all(count == width for count in counts) or width == 1
+        logits = self._pass(token_ids, 0, counts, last_only)
+        if last_only:
+            return logits[:, -1]
+        last = torch.tensor(counts, device=logits.device).sub_(1).clamp_min_(0)
+        return logits[torch.arange(rows, device=logits.device), last]
+
+    def verify(self, token_ids: Tensor, counts: Sequence[int]) -> Tensor:
+        """Append row b's first `counts[b]` of `token_ids [B, T]`: logits `[B, T, V]`, arbitrary behind a count."""
+        return self._pass(token_ids, 0, counts, last_only=False)
+
+    def commit(self, lengths: Sequence[int]) -> None:
+        """Slots 0, 1, ... keep their first `lengths[slot]` tokens, for good; the rest is rolled back."""
+        self.cache.roll_back(lengths)
+        self.cache.commit()
+
+    def move(self, source: int, destination: int) -> None:
+        """The row in slot `source` goes on in slot `destination`."""
+        self.cache.move(source, destination)
+
+    def release(self, slot: int) -> None:
+        """The slot is empty."""
+        self.cache.release(slot)
+
+    def _prefill_row(self, prompt: Sequence[int], slot: int) -> Tensor:
+        tokens = torch.tensor([prompt], device=self.device)
+        chunks = tokens.split(self._prefill_chunk or len(prompt), dim=1)
+        for chunk in chunks:
+            logits = self._pass(chunk, slot, [chunk.shape[1]], last_only=True)
+        return logits[:, -1]
+
+    def _pass(self, token_ids: Tensor, first_slot: int, counts: Sequence[int], last_only: bool) -> Tensor:
+        layout = self.cache.layout(first_slot, counts, token_ids.shape[1])
+        logits = self._adapter.forward(token_ids, layout, self.cache.store, last_only)
+        self.cache.advance(layout)
+        return logits
