@@ -1,0 +1,1 @@
+"""Timings that back a claim: scripts, not tests."""

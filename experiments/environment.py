@@ -1,0 +1,195 @@
+"""What a result was measured on: code, packages, processor, quotas, accelerator.
+
+Every value is plain JSON. Whatever can't be found out is None; nothing here raises. The host's name is
+not recorded: `host_id` is a hash that tells hosts apart.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import os
+import platform
+import re
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from experiments._processes import host_id
+from experiments.tracking import project_root
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "bitsandbytes",
+    "optimum-quanto",
+    "mlflow",
+    "hydra-core",
+    "numpy",
+    "gguf",
+)
+# The instruction sets that decide which kernels run.
+CPU_FEATURES = (
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx_vnni",
+    "amx_tile",
+    "asimd",
+    "sve",
+)
+COMMAND_SECONDS = 10.0
+MIB = 1024 * 1024
+
+
+def collect() -> dict[str, Any]:
+    """The environment of this process as nested JSON values, well under a second once torch is loaded."""
+    return {
+        "git": _git(project_root()),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "platform": platform.platform(),
+        "host_id": host_id(),
+        "cpu": _cpu(),
+        "memory": _memory(),
+        "gpu": _gpu(),
+        "torch_threads": _torch_threads(),
+    }
+
+
+def quota_cores() -> int:
+    """Whole cores that this process may keep busy: affinity and cgroup quota, at least 1."""
+    quota = cgroup_quota()
+    cores = _affinity_cores() if quota is None else min(_affinity_cores(), math.floor(quota))
+    return max(1, cores)
+
+
+def default_threads() -> int:
+    """Threads to compute with: OMP_NUM_THREADS where set, never above `quota_cores`."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return min(quota_cores(), int(asked)) if asked.isdecimal() and int(asked) > 0 else quota_cores()
+
+
+def cgroup_quota(filesystem: Path = Path("/")) -> float | None:
+    """Cores that the control groups (version 1 or 2) allow this process, None for no limit.
+
+    A limit anywhere above the process counts, so the smallest wins. `filesystem` is for tests.
+    """
+    quotas = [_quota_of(folder) for folder in _cgroup_folders(filesystem)]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _cgroup_folders(filesystem: Path) -> list[Path]:
+    mount = filesystem / "sys/fs/cgroup"
+    folders: list[Path] = []
+    for line in _read(filesystem / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        # Version 2 has one tree, in a subfolder where version 1 is mounted too. Inside a container the
+        # tree often starts at the container's own group: then only the last of these folders exists.
+        bases = [mount / controllers] if controllers else [mount, mount / "unified"]
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        folders += [base.joinpath(*parts[:depth]) for base in bases for depth in range(len(parts), -1, -1)]
+    return folders
+
+
+def _quota_of(folder: Path) -> float | None:
+    limit = _read(folder / "cpu.max").split()
+    if not limit:
+        limit = [*_read(folder / "cpu.cfs_quota_us").split(), *_read(folder / "cpu.cfs_period_us").split()]
+    if len(limit) != 2 or not all(number.isdecimal() for number in limit) or limit[1] == "0":
+        return None  # version 2 writes max, version 1 writes -1 for no limit
+    return int(limit[0]) / int(limit[1])
+
+
+def _affinity_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu() -> dict[str, Any]:
+    info = _read(Path("/proc/cpuinfo"))
+    model = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", info, re.MULTILINE)
+    present = set(flags.group(1).split()) if flags else set()
+    return {
+        "model": model.group(1).strip() if model else platform.processor() or None,
+        "features": [name for name in CPU_FEATURES if name in present],
+        "visible_cores": os.cpu_count(),
+        "affinity_cores": _affinity_cores(),
+        "cgroup_quota": cgroup_quota(),
+        "quota_cores": quota_cores(),
+        "load_average": [round(load, 2) for load in psutil.getloadavg()],
+    }
+
+
+def _memory() -> dict[str, int]:
+    memory = psutil.virtual_memory()
+    return {"total_mib": memory.total // MIB, "available_mib": memory.available // MIB}
+
+
+def _git(root: Path) -> dict[str, Any]:
+    """Commit and whether anything differs from it (untracked files count); None outside a checkout."""
+    top = _command("git", "-C", str(root), "rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != root.resolve():  # a checkout around an installed copy isn't ours
+        return {"commit": None, "dirty": None}
+    commit = _command("git", "-C", str(root), "rev-parse", "HEAD")
+    changes = _command("git", "-C", str(root), "--no-optional-locks", "status", "--porcelain")
+    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+
+
+def _gpu() -> dict[str, Any] | None:
+    """The CUDA devices that torch sees, None without one."""
+    try:
+        import torch
+
+        if not torch.cuda.is_available():
+            return None
+        devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    except Exception:  # a broken driver must not stop a measurement on the CPU
+        return None
+    driver = _command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return {
+        "devices": [{"name": d.name, "memory_mib": d.total_memory // MIB} for d in devices],
+        "driver": driver.splitlines()[0].strip() if driver else None,
+        "cuda": torch.version.cuda,
+    }
+
+
+def _torch_threads() -> int | None:
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch.get_num_threads()
+
+
+def _version(package: str) -> str | None:
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
+
+
+def _command(*words: str) -> str | None:
+    """A command's output, None where it is missing, fails or hangs."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError, UnicodeError):
+        return None
+    return done.stdout.strip()
+
+
+def _read(path: Path) -> str:
+    with suppress(OSError, UnicodeError):
+        return path.read_text(encoding="utf-8")
+    return ""

@@ -1,0 +1,64 @@
+"""Bytes as stored: a walk over tensors, since libraries leave scales out or report unquantized sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """Bytes of all weights and buffers with their scales; each storage counts once (a tied head is one)."""
+    storages = {}
+    for tensor in _tensors(model):
+        storage = tensor.untyped_storage()
+        storages[(tensor.device, storage.data_ptr())] = storage.nbytes()
+    return sum(storages.values())
+
+
+def read_bytes_per_pass(model: nn.Module) -> int:
+    """Bytes of weights that a pass over one token reads.
+
+    Everything stored, but of an embedding table that is not also the head only one row.
+    """
+    total = stored_bytes(model)
+    heads = {m.weight.data_ptr() for m in model.modules() if isinstance(m, nn.Linear)}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.weight.data_ptr() not in heads:
+            total -= module.weight.nbytes - module.weight[0].nbytes
+    return total
+
+
+def quantized_share(model: nn.Module) -> float:
+    """Share of the parameters, counted as numbers, that are stored in fewer than 16 bits."""
+    quantized = total = 0
+    seen = set()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.data_ptr() in seen:
+                continue
+            seen.add(parameter.data_ptr())
+            state = getattr(parameter, "quant_state", None)
+            count = state.shape.numel() if state is not None else parameter.numel()
+            total += count
+            quantized += count if state is not None else 0
+    return quantized / total if total else 0.0
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    for module in model.modules():
+        yield from module.parameters(recurse=False)
+        yield from module.buffers(recurse=False)
+        # bitsandbytes keeps scales and tables in an object beside the packed weight, or on the module
+        weight = getattr(module, "weight", None)
+        for state in (getattr(weight, "quant_state", None), getattr(module, "quant_state", None)):
+            yield from _state_tensors(state)
+
+
+def _state_tensors(state: object) -> Iterator[Tensor]:
+    for value in vars(state).values() if hasattr(state, "__dict__") else ():
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif type(value) is type(state):  # nested quantization of the scales
+            yield from _state_tensors(value)
