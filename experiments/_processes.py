@@ -95,14 +95,14 @@ def _raise_terminated(signal_number: int, _frame: Any) -> None:
 @contextmanager
 def signals_raise() -> Iterator[None]:
     """Turn SIGTERM and SIGHUP into Terminated; an ignored one (nohup) stays ignored."""
-    with _handlers({name: _raise_terminated for name in ("SIGTERM", "SIGHUP")}):
+    with _handlers(dict.fromkeys(("SIGTERM", "SIGHUP"), _raise_terminated)):
         yield
 
 
 @contextmanager
 def signals_wait() -> Iterator[None]:
     """Ignore a second signal while the status is written, a few milliseconds."""
-    with _handlers({name: signal.SIG_IGN for name in ("SIGTERM", "SIGHUP", "SIGINT")}):
+    with _handlers(dict.fromkeys(("SIGTERM", "SIGHUP", "SIGINT"), signal.SIG_IGN)):
         yield
 
 

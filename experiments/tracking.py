@@ -65,6 +65,8 @@ MLFLOW_SETTINGS = {
     "MLFLOW_DISABLE_AGENT_HINT": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "4",  # half a minute; MLflow's own 7 keep one waiting for minutes
     "MLFLOW_TRUNCATE_LONG_VALUES": "false",  # refuse what is too long, never cut it
     "GIT_PYTHON_REFRESH": "quiet",
 }
@@ -104,9 +106,9 @@ def _sqlite_path(uri: str) -> Path | None:
     return Path(unquote(uri.removeprefix("sqlite:///").partition("?")[0])).absolute()
 
 
-def artifact_root(root: Path) -> Path:
-    """The folder for artifacts of a store that this process reaches without a server."""
-    database = _sqlite_path(store_uri(root))
+def artifact_root(root: Path, uri: str) -> Path:
+    """The folder for artifacts of the store `uri`, where this process reaches it without a server."""
+    database = _sqlite_path(uri)
     return (database.parent if database else root.resolve()) / "mlruns"
 
 
@@ -137,16 +139,15 @@ def open_store(root: Path | None = None) -> Store:
     except StoreError:
         raise
     except Exception as error:
-        raise StoreError(
-            f"can't open the experiment store {public_uri(uri)}: {_first_line(error)}"
-        ) from error
+        reason = _first_line(error).replace(uri, public_uri(uri))
+        raise StoreError(f"can't open the experiment store {public_uri(uri)}: {reason}") from error
 
 
 def _open(root: Path, uri: str) -> Store:
     database = _sqlite_path(uri)
     if database:
         with _lock(database):
-            _prepare_database(database, artifact_root(root))
+            _prepare_database(database, artifact_root(root, uri))
     store = Store(root, uri, _client(uri))
     _repair_dead_runs(store)
     return store
@@ -292,7 +293,7 @@ def _create_experiment(store: Store, name: str) -> Any:
 
     # A server decides where its artifacts go; without one MLflow would follow the working directory.
     served = store.uri.startswith(("http://", "https://"))
-    location = None if served else (artifact_root(store.root) / quote(name, safe="/ ")).as_uri()
+    location = None if served else (artifact_root(store.root, store.uri) / quote(name, safe="/ ")).as_uri()
     try:
         return store.client.get_experiment(store.client.create_experiment(name, location))
     except MlflowException:

@@ -11,11 +11,13 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
 
 from experiments import tracking
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:  # noqa: RET503 (the server takes over)
     """Serve until stopped. Returns 0 after printing a server's address, 1 after one line about an error."""
     options = _parse(arguments)
     root = tracking.project_root()
@@ -31,8 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     print(f"MLflow UI: http://{_in_address(options.host)}:{options.port}", flush=True)
     print(f"Store: {tracking.public_uri(uri)}. Stop with Ctrl-C.", flush=True)
-    os.chdir(root)  # whatever the server writes beside the store belongs there too
-    os.execve(sys.executable, _command(options, uri), {**os.environ, **_environment()})
+    _become_server(options, root, uri)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -71,9 +72,14 @@ def _in_address(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _command(options: argparse.Namespace, uri: str) -> list[str]:
+def _become_server(options: argparse.Namespace, root: Path, uri: str) -> NoReturn:
+    os.chdir(root)  # whatever the server writes beside the store belongs there too
+    os.execve(sys.executable, _command(options, root, uri), {**os.environ, **_environment()})
+
+
+def _command(options: argparse.Namespace, root: Path, uri: str) -> list[str]:
     server = [sys.executable, "-m", "mlflow", "ui", "--host", options.host, "--port", str(options.port)]
-    artifacts = tracking.artifact_root(tracking.project_root()).as_uri()
+    artifacts = tracking.artifact_root(root, uri).as_uri()
     store = ["--backend-store-uri", uri, "--registry-store-uri", uri, "--default-artifact-root", artifacts]
     return [*server, *store, "--workers", "1", "--uvicorn-opts", "--log-level warning"]
 

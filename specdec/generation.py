@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedModel
 
 from specdec.decoding.autoregressive import AutoregressiveDecoder
-from specdec.decoding.base import Decoder
+from specdec.decoding.base import Decoder, DecodingParts
 from specdec.decoding.speculative import SpeculativeDecoder
 from specdec.draft_length.fixed import FixedDraftLength
 from specdec.drafters.base import DrafterContext, DrafterOptions
@@ -87,22 +88,20 @@ def generate_steps(
     runner = ModelRunner(model, slots, capacity)
     sampler = Sampler(SamplingParams(temperature))
     stop_rule = StopTokens(end_of_text_ids(model) if stop_token_ids is None else stop_token_ids)
-    draws = KeyedDraws(seed)
+    parts = DecodingParts(runner, sampler, KeyedDraws(seed), stop_rule, slots)
     decoder: Decoder
     if drafter is None:
-        decoder = AutoregressiveDecoder(runner, sampler, draws, stop_rule, slots)
+        decoder = AutoregressiveDecoder(parts)
     else:
         options, load = _drafter_options(drafter)
         context = DrafterContext(slots, capacity, runner.vocab_size, runner.device, sampler, load)
         decoder = SpeculativeDecoder(
-            runner,
-            sampler,
-            draws,
-            stop_rule,
-            slots,
-            drafter=options.build(context),
-            verifier=TokenVerifier(),
-            draft_length=FixedDraftLength(draft_length),
+            replace(
+                parts,
+                drafter=options.build(context),
+                verifier=TokenVerifier(),
+                draft_length=FixedDraftLength(draft_length),
+            )
         )
     return decoder.generate(requests)
 

@@ -37,26 +37,41 @@ class _StoreWriter:
         return keys, values  # not looked at: attention reads the store
 
 
+def check_supported(config: Any, num_tokens: int) -> None:
+    """Can a model of this configuration hold texts of `num_tokens` here? Needs no weights.
+
+    Raises ValueError for a family that is not known to be right (by name), and for a text beyond the model's
+    context or its sliding window.
+    """
+    if config.model_type not in KNOWN_FAMILIES:
+        raise ValueError(
+            f"model family '{config.model_type}' is not known to be right in this engine; "
+            f"known: {', '.join(KNOWN_FAMILIES)}"
+        )
+    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope_type in REFUSED_ROPE_TYPES:
+        raise ValueError(f"rope_type '{rope_type}' rotates cached keys as the text grows: not supported")
+    context_length = config.max_position_embeddings
+    if num_tokens > context_length:
+        raise ValueError(f"{num_tokens} tokens exceed the model's context of {context_length}")
+    window = _sliding_window(config)
+    if window is not None and num_tokens > window:
+        raise ValueError(
+            f"{num_tokens} tokens exceed the model's sliding window of {window}: "
+            "windows are not supported, shorter texts are"
+        )
+
+
 class HFAdapter:
     """One Hugging Face decoder as a function of (tokens, layout, store).
 
-    Raises ValueError for a model family that is not known to be right, by name.
+    Raises ValueError for a model that `check_supported` refuses.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        config = model.config
-        if config.model_type not in KNOWN_FAMILIES:
-            raise ValueError(
-                f"model family '{config.model_type}' is not known to be right in this engine; "
-                f"known: {', '.join(KNOWN_FAMILIES)}"
-            )
-        rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-        if rope_type in REFUSED_ROPE_TYPES:
-            raise ValueError(f"rope_type '{rope_type}' rotates cached keys as the text grows: not supported")
+        check_supported(model.config, num_tokens=1)
         self.model = model.eval()
-        self.vocab_size: int = config.vocab_size
-        self.context_length: int = config.max_position_embeddings
-        self.sliding_window = _sliding_window(config)
+        self.vocab_size: int = model.config.vocab_size
 
     @property
     def device(self) -> torch.device:
@@ -67,13 +82,7 @@ class HFAdapter:
 
         Raises ValueError when `capacity` exceeds the model's context or its sliding window.
         """
-        if capacity > self.context_length:
-            raise ValueError(f"{capacity} tokens exceed the model's context of {self.context_length}")
-        if self.sliding_window is not None and capacity > self.sliding_window:
-            raise ValueError(
-                f"{capacity} tokens exceed the model's sliding window of {self.sliding_window}: "
-                "windows are not supported, shorter texts are"
-            )
+        check_supported(self.model.config, capacity)
         config = self.model.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return CacheShape(

@@ -128,6 +128,10 @@ class ModelRunner:
         self.cache.release(slot)
 
     def _prefill_row(self, prompt: Sequence[int], slot: int) -> Tensor:
+        if self.cache.lengths[slot]:
+            raise ValueError(
+                f"slot {slot} holds {self.cache.lengths[slot]} tokens: a prompt needs an empty one"
+            )
         tokens = torch.tensor([prompt], device=self.device)
         chunks = tokens.split(self._prefill_chunk or len(prompt), dim=1)
         for chunk in chunks:

@@ -316,7 +316,7 @@ def test_an_installed_copy_uses_the_working_directory(
 def test_the_environment_names_another_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/team.db")
     assert tracking.store_uri(CHECKOUT) == f"sqlite:///{tmp_path}/team.db"
-    assert tracking.artifact_root(CHECKOUT) == tmp_path / "mlruns"
+    assert tracking.artifact_root(CHECKOUT, tracking.store_uri(CHECKOUT)) == tmp_path / "mlruns"
 
 
 def test_a_store_of_an_older_mlflow_is_copied_and_upgraded(tmp_path: Path) -> None:
@@ -368,6 +368,17 @@ def test_a_store_of_a_newer_mlflow_gives_one_line(tmp_path: Path) -> None:
     with pytest.raises(tracking.StoreError, match="schema future, which this MLflow can't upgrade") as caught:
         tracking.open_store(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_server_that_is_down_gives_one_line_without_its_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@127.0.0.1:9")  # the discard port
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(tracking.StoreError, match="Connection refused") as caught:
+        tracking.open_store(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert "secret" not in str(caught.value)
 
 
 def test_addresses_are_shown_without_passwords() -> None:

@@ -304,7 +304,7 @@ def test_hf_reads_saved_datasets(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no split 'test'; its splits: train, dev"):
         load_dataset_folder(tmp_path / "splits", split="test")
     with pytest.raises(ValueError, match="no configurations, got name 'main'"):
-        load_dataset_folder(tmp_path / "splits", name="main")
+        load_dataset_folder(tmp_path / "splits", subset="main")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -49,9 +50,7 @@ def replace_linears(model: nn.Module, make: Callable[[str, nn.Linear], nn.Module
 
 
 def _shared_weights(model: nn.Module) -> set[int]:
-    pointers = [
-        module.weight.data_ptr()
-        for module in model.modules()
-        if isinstance(getattr(module, "weight", None), nn.Parameter)
-    ]
-    return {pointer for pointer in pointers if pointers.count(pointer) > 1}
+    counts = Counter(
+        parameter.data_ptr() for module in model.modules() for parameter in module.parameters(recurse=False)
+    )
+    return {pointer for pointer, count in counts.items() if count > 1}

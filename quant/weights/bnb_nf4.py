@@ -24,7 +24,9 @@ class BnbNf4Weights(WeightsOptions):
 
     def convert(self, model: PreTrainedModel) -> PreTrainedModel:
         if not replace_linears(model, _nf4_linear):
-            raise ValueError(f"weights=bnb_nf4: a '{model.config.model_type}' model has no linear layer to quantize")
+            raise ValueError(
+                f"weights=bnb_nf4: a '{model.config.model_type}' model has no linear layer to quantize"
+            )
         return model
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from specdec.decoding.base import Decoder
+from dataclasses import dataclass
+
+from specdec.decoding.base import Decoder, DecodingOptions, DecodingParts
 from specdec.progress import Progress
 from specdec.types import Phase, StepOutput
 
@@ -15,3 +17,11 @@ class AutoregressiveDecoder(Decoder):
         logits = self.runner.decode(self.newest_tokens(rows))
         self.runner.commit([len(row.token_ids) for row in rows])
         return progress.commit(Phase.DECODE, rows, self.next_tokens(logits, rows))
+
+
+@dataclass
+class AutoregressiveOptions(DecodingOptions):
+    """Has no options."""
+
+    def build(self, parts: DecodingParts) -> AutoregressiveDecoder:
+        return AutoregressiveDecoder(parts)

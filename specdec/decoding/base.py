@@ -8,27 +8,54 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
+from specdec.draft_length.base import DraftLength
+from specdec.drafters.base import Drafter
 from specdec.draws import BlockDraws, Draws
 from specdec.progress import Progress, Row, StopRule, Vacancy
 from specdec.runner import Runner
 from specdec.sampling import Sampler
 from specdec.types import Phase, Request, StepOutput
+from specdec.verifiers.base import Verifier
+
+
+@dataclass(frozen=True)
+class DecodingParts:
+    """What a decoder is assembled from; the last three are there for methods that declare `uses_drafter`."""
+
+    runner: Runner
+    sampler: Sampler
+    draws: Draws
+    stop_rule: StopRule
+    num_slots: int
+    drafter: Drafter | None = None
+    verifier: Verifier | None = None
+    draft_length: DraftLength | None = None
+
+
+@dataclass
+class DecodingOptions(ABC):
+    """Options of a decoding method: plain typed fields with defaults, checked in `__post_init__`."""
+
+    uses_drafter: ClassVar[bool] = False
+
+    @abstractmethod
+    def build(self, parts: DecodingParts) -> Decoder: ...
 
 
 class Decoder(ABC):
     """Produces the answers to requests over the slots of one target runner."""
 
-    def __init__(
-        self, runner: Runner, sampler: Sampler, draws: Draws, stop_rule: StopRule, num_slots: int
-    ) -> None:
-        self.runner = runner
-        self.sampler = sampler
-        self.draws = draws
-        self.stop_rule = stop_rule
-        self.num_slots = num_slots
+    def __init__(self, parts: DecodingParts) -> None:
+        self.runner = parts.runner
+        self.sampler = parts.sampler
+        self.draws = parts.draws
+        self.stop_rule = parts.stop_rule
+        self.num_slots = parts.num_slots
 
     def generate(self, requests: Sequence[Request]) -> Iterator[StepOutput]:
         """One output per step. More requests than slots wait, and take slots as they become free."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from specdec.decoding.base import Decoder
+from dataclasses import dataclass
+
+from specdec.decoding.base import Decoder, DecodingOptions, DecodingParts
 from specdec.progress import Progress
 from specdec.types import Phase, StepOutput
 
@@ -16,3 +18,11 @@ class NoCacheDecoder(Decoder):
             self.runner.release(row.slot)
         logits = self.runner.prefill([row.token_ids for row in rows], [row.slot for row in rows])
         return progress.commit(Phase.DECODE, rows, self.next_tokens(logits, rows))
+
+
+@dataclass
+class NoCacheOptions(DecodingOptions):
+    """Has no options."""
+
+    def build(self, parts: DecodingParts) -> NoCacheDecoder:
+        return NoCacheDecoder(parts)

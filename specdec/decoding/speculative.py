@@ -7,39 +7,26 @@ The loop knows neither how drafts are made (drafter), nor how many (draft length
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from specdec.decoding.base import Decoder
-from specdec.draft_length.base import DraftLength
-from specdec.drafters.base import Drafter
-from specdec.draws import Draws
-from specdec.progress import Progress, Row, StopRule, Vacancy
-from specdec.runner import Runner
-from specdec.sampling import Sampler
+from specdec.decoding.base import Decoder, DecodingOptions, DecodingParts
+from specdec.progress import Progress, Row, Vacancy
 from specdec.types import DraftProposal, Phase, StepOutput
-from specdec.verifiers.base import Verifier
 
 
 class SpeculativeDecoder(Decoder):
     """Each step verifies up to K draft tokens per row in one pass and commits 1 to K + 1 tokens."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        sampler: Sampler,
-        draws: Draws,
-        stop_rule: StopRule,
-        num_slots: int,
-        *,
-        drafter: Drafter,
-        verifier: Verifier,
-        draft_length: DraftLength,
-    ) -> None:
-        super().__init__(runner, sampler, draws, stop_rule, num_slots)
-        self.drafter = drafter
-        self.verifier = verifier
-        self.draft_length = draft_length
+    def __init__(self, parts: DecodingParts) -> None:
+        super().__init__(parts)
+        if parts.drafter is None or parts.verifier is None or parts.draft_length is None:
+            raise ValueError("speculative decoding needs a drafter, a verifier and a draft length")
+        self.drafter = parts.drafter
+        self.verifier = parts.verifier
+        self.draft_length = parts.draft_length
 
     def step(self, progress: Progress) -> StepOutput:
         rows = progress.rows
@@ -73,3 +60,13 @@ class SpeculativeDecoder(Decoder):
 def _committed(proposal: DraftProposal, accepted: Sequence[int], next_ids: Sequence[int]) -> list[list[int]]:
     drafts = proposal.token_ids.tolist()
     return [[*draft[:kept], token] for draft, kept, token in zip(drafts, accepted, next_ids, strict=True)]
+
+
+@dataclass
+class SpeculativeOptions(DecodingOptions):
+    """Has no options of its own: the groups drafter, verifier and draft_length say the rest."""
+
+    uses_drafter: ClassVar[bool] = True
+
+    def build(self, parts: DecodingParts) -> SpeculativeDecoder:
+        return SpeculativeDecoder(parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from specdec.draws import BlockDraws
 from specdec.types import DraftProposal, Law, Verification
@@ -20,7 +20,12 @@ class Verifier(Protocol):
 
 @dataclass
 class VerifierOptions(ABC):
-    """Options of a verifier: plain typed fields with defaults, checked in `__post_init__`."""
+    """Options of a verifier: plain typed fields with defaults, checked in `__post_init__`.
+
+    `lossless` declares that its output law is the target's.
+    """
+
+    lossless: ClassVar[bool] = False
 
     @abstractmethod
     def build(self) -> Verifier: ...

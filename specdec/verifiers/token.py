@@ -6,6 +6,7 @@ Sources: Leviathan et al. 2023 (arXiv 2211.17192), algorithm 1; Chen et al. 2023
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -45,6 +46,8 @@ class TokenVerifier(Verifier):
 @dataclass
 class TokenOptions(VerifierOptions):
     """Has no options."""
+
+    lossless: ClassVar[bool] = True
 
     def build(self) -> TokenVerifier:
         return TokenVerifier()

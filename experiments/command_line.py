@@ -1,0 +1,154 @@
+"""From a command line to checked configurations, by Hydra; and from an exception to one clear line.
+
+Hydra composes, sweeps (`-m`) and prints help; what it raises on a bad override is said here in one line that
+names the value and the allowed ones.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import traceback
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import hydra
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments import plugins
+from experiments.config import CONFIG_DIR, RunConfig, typed
+
+BAD_INPUT_STATUS = 2
+FAILURE_STATUS = 1
+
+
+class BadInputError(ValueError):
+    """The user's input can't be used; the message is the one line they see."""
+
+
+@dataclass
+class Sweep:
+    """The points of one command: `sweep_id` is None for a single point. `failures` are lines, one per point.
+
+    `studies` are the MLflow experiments that its points were logged under.
+    """
+
+    sweep_id: str | None
+    failures: list[str] = field(default_factory=list)
+    studies: set[str] = field(default_factory=set)
+    num_points: int = 0
+
+
+Job = Callable[[RunConfig, Sweep], None]
+
+
+def run_jobs(job: Job, on_sweep_end: Callable[[Sweep], None], arguments: Sequence[str]) -> int:
+    """Compose each point of the command line and run it; returns the exit status.
+
+    A point that fails doesn't keep the others from running: each failure is printed as it happens and again,
+    one line each, at the end.
+    """
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise instead of printing and exiting
+    is_sweep = any(argument in ("-m", "--multirun") for argument in arguments)
+    sweep = Sweep(uuid.uuid4().hex[:8] if is_sweep else None)
+    try:
+        plugins.register_all(_plugin_file(arguments))
+        _hydra_main(lambda config: _run_point(job, sweep, config), arguments)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        return _say_bad_input(explain(error))
+    if is_sweep and sweep.num_points:
+        on_sweep_end(sweep)
+    for line in sweep.failures if is_sweep else []:
+        print(f"failed: {line}", file=sys.stderr)
+    return FAILURE_STATUS if sweep.failures else 0
+
+
+def explain(error: BaseException) -> str:
+    """One line for a bad configuration, with what would have been allowed."""
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        group, _, name = (error.missing_cfg_file or "").rpartition("/")
+        return f"unknown {group} '{name}'; known: {', '.join(error.options)}"
+    cause = error.__cause__
+    if isinstance(cause, OmegaConfBaseException):
+        return _explain_value(cause) or _first_line(cause)
+    if isinstance(error, OmegaConfBaseException) and error.__cause__ is None:
+        return _explain_value(error) or _first_line(error)
+    return _first_line(error)
+
+
+def _explain_value(error: OmegaConfBaseException) -> str | None:
+    """A key that doesn't exist, with those that do; or a value of the wrong type."""
+    node = error.parent_node
+    if (
+        error.key is not None
+        and isinstance(node, DictConfig)
+        and node._is_none() is False
+        and error.key not in node
+    ):
+        known = sorted(str(key) for key in node)
+        close = difflib.get_close_matches(str(error.key), known, n=1)
+        hint = f"did you mean '{close[0]}'? " if close else ""
+        where = f" in {_section(error)}" if _section(error) else ""
+        return f"unknown key '{error.full_key or error.key}'; {hint}known{where}: {', '.join(known)}"
+    return None
+
+
+def _section(error: OmegaConfBaseException) -> str:
+    return (error.full_key or "").rpartition(".")[0]
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    message = lines[0] if lines else type(error).__name__
+    key = getattr(error, "full_key", None)
+    return f"{key}: {message}" if key and key not in message else message
+
+
+def _hydra_main(run: Callable[[DictConfig], None], arguments: Sequence[str]) -> None:
+    before = sys.argv
+    sys.argv = [before[0], *arguments]
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="config")(run)()
+    finally:
+        sys.argv = before
+
+
+def _run_point(job: Job, sweep: Sweep, config: DictConfig) -> None:
+    sweep.num_points += 1
+    try:
+        job(_checked(config), sweep)
+    except BadInputError as error:
+        if sweep.sweep_id is None:
+            raise
+        _record_failure(sweep, config, str(error))
+    except Exception as error:
+        traceback.print_exc()
+        _record_failure(sweep, config, f"{type(error).__name__}: {_first_line(error)}")
+
+
+def _checked(config: DictConfig) -> RunConfig:
+    try:
+        return typed(config)
+    except (OmegaConfBaseException, ValueError) as error:
+        raise BadInputError(explain(error)) from error
+
+
+def _record_failure(sweep: Sweep, config: DictConfig, reason: str) -> None:
+    strategy = OmegaConf.select(config, "strategy", default="?")
+    sweep.failures.append(f"point {sweep.num_points} (strategy={strategy}): {reason}")
+    if sweep.sweep_id is not None:
+        print(f"error: {reason}", file=sys.stderr)
+
+
+def _plugin_file(arguments: Iterable[str]) -> str | None:
+    found = [argument.partition("=")[2] for argument in arguments if argument.partition("=")[0] == "plugin"]
+    return found[-1] if found else None
+
+
+def _say_bad_input(line: str) -> int:
+    print(f"error: {line}", file=sys.stderr)
+    return BAD_INPUT_STATUS

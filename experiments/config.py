@@ -1,0 +1,125 @@
+"""The configuration as typed, checked values, and how a command line becomes one.
+
+The classes know nothing of what they configure; Hydra composes them from `conf/` and the plug-ins' schemas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+CONFIG_DIR = Path(__file__).parent / "conf"
+DTYPES = ("auto", "bf16", "fp16", "fp32", "fp64")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def check(condition: bool, name: str, value: object, expected: str) -> None:
+    """Raise ValueError that names the value and what was expected."""
+    if not condition:
+        raise ValueError(f"{name}={value}: expected {expected}")
+
+
+@dataclass
+class ModelConfig:
+    """`target` and `draft`: `bundled`, a folder, or a Hugging Face id; no draft means a copy of the target."""
+
+    target: str = "bundled"
+    revision: str | None = None
+    draft: str | None = None
+    draft_revision: str | None = None
+
+
+@dataclass
+class SamplingConfig:
+    """How the next token is chosen; `temperature=0` is greedy."""
+
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        check(0 <= self.temperature < float("inf"), "sampling.temperature", self.temperature, "a number >= 0")
+
+
+@dataclass
+class MeasureConfig:
+    """`repeats` of the whole workload are measured, after `warmup` unmeasured blocks of prompts per arm."""
+
+    repeats: int = 1
+    warmup: int = 1
+
+    def __post_init__(self) -> None:
+        check(self.repeats >= 1, "measure.repeats", self.repeats, "at least 1")
+        check(self.warmup >= 0, "measure.warmup", self.warmup, "at least 0")
+
+
+@dataclass
+class RunConfig:
+    """One measured point. Nodes of type Any are filled by the options class of the chosen plug-in."""
+
+    strategy: str = MISSING
+    study: str = "inference"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    workload: Any = MISSING
+    weights: Any = MISSING
+    kv: Any = MISSING
+    decoding: Any = MISSING
+    drafter: Any = None
+    verifier: Any = None
+    draft_length: Any = None
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    measure: MeasureConfig = field(default_factory=MeasureConfig)
+    batch_size: int = 1
+    prefill_chunk: int | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+    seed: int = 0
+    plugin: str | None = None
+
+    def __post_init__(self) -> None:
+        check(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
+        check(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        check(self.device in DEVICES, "device", self.device, f"one of {', '.join(DEVICES)}")
+        check(self.threads is None or self.threads >= 1, "threads", self.threads, "at least 1")
+        check(
+            self.prefill_chunk is None or self.prefill_chunk >= 1,
+            "prefill_chunk",
+            self.prefill_chunk,
+            "at least 1",
+        )
+        self._check_decoding()
+
+    def _check_decoding(self) -> None:
+        parts = {"drafter": self.drafter, "verifier": self.verifier, "draft_length": self.draft_length}
+        for name, part in parts.items():
+            if self.decoding.uses_drafter and part is None:
+                raise ValueError(f"decoding={self.decoding.name} needs a {name}")
+            if not self.decoding.uses_drafter and part is not None:
+                raise ValueError(
+                    f"decoding={self.decoding.name} uses no {name}, but {name}={part.name} was given; "
+                    "choose strategy=specdec or decoding=speculative"
+                )
+
+
+ConfigStore.instance().store(name="run_schema", node=RunConfig)
+
+
+def typed(config: DictConfig) -> RunConfig:
+    """The checked configuration.
+
+    Raises ValueError or an OmegaConf error for a value out of range, of the wrong type, or missing.
+    """
+    value = OmegaConf.to_object(config)
+    assert isinstance(value, RunConfig)
+    return value
+
+
+def compose_run(overrides: Sequence[str]) -> RunConfig:
+    """The configuration that `python -m experiments.run OVERRIDES` would use."""
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIG_DIR)):
+        return typed(compose("config", overrides=list(overrides)))

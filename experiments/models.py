@@ -1,0 +1,157 @@
+"""Models and tokenizers by name: the bundled model, a folder, or a Hugging Face id; safetensors, no remote code."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from experiments import bundled_model, plugins
+from experiments.config import ModelConfig
+
+_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+# The draft of a model without a draft model of its own is its copy in this format.
+SELF_DRAFT_WEIGHTS = "bnb_nf4"
+BUNDLED = "bundled"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where one model is loaded from. `role` names the setting in errors: `model.target` or `model.draft`."""
+
+    role: str
+    name: str
+    revision: str | None
+
+    def location(self) -> str:
+        """A folder, or a hub id.
+
+        Raises ValueError for a folder without a model; BundledModelError where the bundled one can't be made.
+        """
+        if self.name == BUNDLED:
+            return str(bundled_model.fetch())
+        folder = Path(self.name)
+        if folder.is_dir() and not (folder / "config.json").is_file():
+            raise ValueError(f"{self.role}={self.name}: the folder holds no model (no config.json)")
+        if not folder.is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.name):
+            raise ValueError(f"{self.role}={self.name}: no such folder, and not a Hugging Face id")
+        return self.name
+
+    def config(self) -> Any:
+        return self._load(AutoConfig)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self._load(AutoTokenizer)
+
+    def model(self, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+        model = self._load(AutoModelForCausalLM, dtype=dtype, use_safetensors=True)
+        return model.to(device).eval()
+
+    def _load(self, loader: Any, **options: Any) -> Any:
+        try:
+            return loader.from_pretrained(
+                self.location(), revision=self.revision, trust_remote_code=False, **options
+            )
+        except (OSError, ValueError) as error:
+            if isinstance(error, ValueError) and str(error).startswith(self.role):
+                raise
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{self.role}={self.name}: can't be loaded: {reason[:300]}") from error
+
+
+class ModelPool:
+    """The models of one run, each loaded once: arms that share a target share its weights.
+
+    Raises ValueError when the draft model's vocabulary is not the target's.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        transformers.utils.logging.disable_progress_bar()
+        self.dtype = dtype
+        self.device = device
+        self._target = ModelSource("model.target", config.target, config.revision)
+        self._draft = (
+            None if config.draft is None else ModelSource("model.draft", config.draft, config.draft_revision)
+        )
+        self.target_config = self._target.config()
+        self.tokenizer = self._target.tokenizer()
+        if self._draft is not None:
+            self._check_vocabulary(self._draft)
+        self._loaded: dict[str, PreTrainedModel] = {}
+
+    def target(self, weights: Any) -> PreTrainedModel:
+        """The target in a weight format (its options)."""
+        return self._get(self._target, weights)
+
+    def draft(self, weights_name: str) -> PreTrainedModel:
+        """The draft model in a weight format (its name, or "" for `draft_weights_name`)."""
+        weights = plugins.default_options("weights", weights_name or self.default_draft_weights)
+        return self._get(self._draft or self._target, weights)
+
+    @property
+    def default_draft_weights(self) -> str:
+        """A copy of the target would be as slow as the target, so it is quantized; a draft model is used as it is."""
+        return SELF_DRAFT_WEIGHTS if self._draft is None else "plain"
+
+    @property
+    def revision(self) -> str | None:
+        """The commit the target was loaded from, where it came from a hub."""
+        return getattr(self.target_config, "_commit_hash", None)
+
+    def _get(self, source: ModelSource, weights: Any) -> PreTrainedModel:
+        key = f"{source.name}@{source.revision} {weights}"
+        if key not in self._loaded:
+            self._loaded[key] = weights.convert(source.model(self.dtype, self.device))
+        return self._loaded[key]
+
+    def _check_vocabulary(self, draft: ModelSource) -> None:
+        target_size, draft_size = self.target_config.vocab_size, draft.config().vocab_size
+        if target_size != draft_size:
+            raise ValueError(
+                f"model.draft={draft.name} has a vocabulary of {draft_size} tokens, the target one of {target_size}: "
+                "draft and target must have the same"
+            )
+        theirs, ours = draft.tokenizer().get_vocab(), self.tokenizer.get_vocab()
+        if theirs != ours:
+            token = next(token for token in sorted({*theirs, *ours}) if theirs.get(token) != ours.get(token))
+            raise ValueError(
+                f"model.draft={draft.name} has another vocabulary than the target: "
+                f"token {token!r} is {theirs.get(token)} there, {ours.get(token)} here"
+            )
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    return _DTYPES[name]
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one. Raises ValueError for CUDA where there is none."""
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ValueError("device=cuda: this torch sees no CUDA device; use device=cpu")
+    return torch.device("cuda" if available and name != "cpu" else "cpu")
+
+
+def resolve_dtype(name: str, device: torch.device) -> str:
+    """`auto` is bf16 where it is native, fp32 elsewhere."""
+    if name != "auto":
+        return name
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    return "bf16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "fp32"

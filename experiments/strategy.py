@@ -1,0 +1,130 @@
+"""Strategy = weights x kv x decoding: the arms of a run, and the decoder each is built into."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from experiments import plugins
+from experiments.config import RunConfig
+from experiments.models import ModelPool
+from specdec.decoding.base import Decoder, DecodingParts
+from specdec.drafters.base import DrafterContext
+from specdec.draws import KeyedDraws
+from specdec.progress import StopRule
+from specdec.runner import ModelRunner
+from specdec.sampling import Sampler
+from specdec.types import SamplingParams
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to decode: the options of its parts. `name` labels it within a run."""
+
+    name: str
+    weights: Any
+    kv: Any
+    decoding: Any
+    drafter: Any = None
+    verifier: Any = None
+    draft_length: Any = None
+
+    @property
+    def declares_lossless(self) -> bool:
+        """Declared, not checked: the output law is that of plain weights, plain cache, one token per pass."""
+        verifies_exactly = self.verifier is None or self.verifier.lossless
+        return self.weights.lossless and self.kv.lossless and verifies_exactly
+
+    def same_parts(self, other: Arm) -> bool:
+        return dataclasses.replace(self, name="") == dataclasses.replace(other, name="")
+
+
+@dataclass(frozen=True)
+class Arms:
+    """A strategy and its references, which may be the same arm, or the strategy itself.
+
+    `twin`: one token per pass, same weights and cache: speculation must equal it.
+    `plain`: unquantized weights and dense cache as well: speed-up and fidelity are measured against it.
+    """
+
+    strategy: Arm
+    twin: Arm
+    plain: Arm
+
+    @property
+    def distinct(self) -> list[Arm]:
+        return list({arm.name: arm for arm in (self.strategy, self.twin, self.plain)}.values())
+
+
+def arms_of(config: RunConfig) -> Arms:
+    """The strategy that a configuration names, with its references."""
+    strategy = Arm(
+        config.strategy,
+        config.weights,
+        config.kv,
+        config.decoding,
+        config.drafter,
+        config.verifier,
+        config.draft_length,
+    )
+    autoregressive = plugins.default_options("decoding", "autoregressive")
+    twin = Arm("twin", config.weights, config.kv, autoregressive)
+    plain = Arm(
+        "plain",
+        plugins.default_options("weights", "plain"),
+        plugins.default_options("kv", "dense"),
+        autoregressive,
+    )
+    if twin.same_parts(plain):
+        twin = plain = dataclasses.replace(plain, name="reference")
+    if strategy.same_parts(twin):
+        twin = strategy
+    if strategy.same_parts(plain):
+        plain = strategy
+    return Arms(strategy, twin, plain)
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What all arms of a run share."""
+
+    num_slots: int
+    capacity: int
+    temperature: float
+    seed: int
+    stop_rule: StopRule
+    prefill_chunk: int | None
+
+
+def build_decoder(arm: Arm, pool: ModelPool, settings: EngineSettings) -> Decoder:
+    """The decoder of an arm, with caches of its own. Raises what `build_parts` does."""
+    return arm.decoding.build(build_parts(arm, pool, settings))
+
+
+def build_parts(arm: Arm, pool: ModelPool, settings: EngineSettings) -> DecodingParts:
+    """Runner, drafter and the rest of an arm, with caches of their own.
+
+    Raises ValueError, in one line, where the parts don't fit together.
+    """
+    runner = ModelRunner(
+        pool.target(arm.weights),
+        settings.num_slots,
+        settings.capacity,
+        prefill_chunk=settings.prefill_chunk,
+        make_store=arm.kv.build,
+    )
+    sampler = Sampler(SamplingParams(settings.temperature))
+    context = DrafterContext(
+        settings.num_slots, settings.capacity, runner.vocab_size, runner.device, sampler, pool.draft
+    )
+    return DecodingParts(
+        runner,
+        sampler,
+        KeyedDraws(settings.seed),
+        settings.stop_rule,
+        settings.num_slots,
+        drafter=None if arm.drafter is None else arm.drafter.build(context),
+        verifier=None if arm.verifier is None else arm.verifier.build(),
+        draft_length=None if arm.draft_length is None else arm.draft_length.build(),
+    )

@@ -1,0 +1,43 @@
+"""The report run of a sweep: its points side by side. Speed-ups are each point's own, against its own references."""
+
+from __future__ import annotations
+
+from experiments import tracking
+from experiments.command_line import Sweep
+from experiments.tracking import StoredRun
+
+COLUMNS = (
+    ("TTFT ms", "latency/ttft_ms.p50"),
+    ("TPOT ms", "latency/tpot_ms.p50"),
+    ("speed-up", "speedup/decode_vs_plain"),
+    ("accepted", "spec/acceptance_rate"),
+)
+
+
+def write(sweep: Sweep) -> None:
+    """Log one run of `kind=report` that lists the sweep's points, failed ones included."""
+    store = tracking.open_store()
+    runs = tracking.find_runs(store, None, f"tags.sweep_id = '{sweep.sweep_id}'")
+    study = "inference"
+    tags = {
+        "kind": "report",
+        "sweep_id": str(sweep.sweep_id),
+        "validity": "failed" if sweep.failures else "ok",
+    }
+    with tracking.run(store, study, f"sweep {sweep.sweep_id}", tags, {}) as logged:
+        text = report(runs, sweep.failures)
+        logged.set_description(text)
+        logged.log_text(text, "report.md")
+    print(text)
+
+
+def report(runs: list[StoredRun], failures: list[str]) -> str:
+    """A Markdown table, oldest point first, and a line for each failure."""
+    lines = ["| variant | " + " | ".join(heading for heading, _ in COLUMNS) + " | equivalence |"]
+    lines.append("| --- " * (len(COLUMNS) + 2) + "|")
+    for run in reversed(runs):
+        cells = [f"{run.metrics[name]:.2f}" if name in run.metrics else "-" for _, name in COLUMNS]
+        lines.append(
+            f"| {run.tags.get('variant', run.name)} | {' | '.join(cells)} | {run.tags.get('equivalence', '-')} |"
+        )
+    return "\n".join([*lines, "", *(f"* failed: {line}" for line in failures)])
