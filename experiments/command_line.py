@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import hydra
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -24,6 +24,7 @@ from experiments.config import CONFIG_DIR, RunConfig, typed
 
 BAD_INPUT_STATUS = 2
 FAILURE_STATUS = 1
+INTERRUPTED_STATUS = 130
 
 
 class BadInputError(ValueError):
@@ -32,7 +33,8 @@ class BadInputError(ValueError):
 
 @dataclass
 class Sweep:
-    """The points of one command: `sweep_id` is None for a single point. `failures` are lines, one per point.
+    """The points of one command: `sweep_id` is None for a single point. `failures` are lines, one per point,
+    and `status` is the exit status that the last of them asks for.
 
     `studies` are the MLflow experiments that its points were logged under.
     """
@@ -41,6 +43,7 @@ class Sweep:
     failures: list[str] = field(default_factory=list)
     studies: set[str] = field(default_factory=set)
     num_points: int = 0
+    status: int = 0
 
 
 Job = Callable[[RunConfig, Sweep], None]
@@ -59,12 +62,18 @@ def run_jobs(job: Job, on_sweep_end: Callable[[Sweep], None], arguments: Sequenc
         plugins.register_all(_plugin_file(arguments))
         _hydra_main(lambda config: _run_point(job, sweep, config), arguments)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        return _say_bad_input(explain(error))
-    if is_sweep and sweep.num_points:
+        print(f"error: {explain(error)}", file=sys.stderr)
+        return BAD_INPUT_STATUS
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED_STATUS
+    if not is_sweep:
+        return sweep.status
+    if sweep.studies:
         on_sweep_end(sweep)
-    for line in sweep.failures if is_sweep else []:
+    for line in sweep.failures:
         print(f"failed: {line}", file=sys.stderr)
-    return FAILURE_STATUS if sweep.failures else 0
+    return min(sweep.status, FAILURE_STATUS)
 
 
 def explain(error: BaseException) -> str:
@@ -72,6 +81,8 @@ def explain(error: BaseException) -> str:
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
         return f"unknown {group} '{name}'; known: {', '.join(error.options)}"
+    if isinstance(error, OverrideParseException):
+        return f"can't read the argument '{error.override}': expected key=value"
     cause = error.__cause__
     if isinstance(cause, OmegaConfBaseException):
         return _explain_value(cause) or _first_line(cause)
@@ -83,22 +94,18 @@ def explain(error: BaseException) -> str:
 def _explain_value(error: OmegaConfBaseException) -> str | None:
     """A key that doesn't exist, with those that do; or a value of the wrong type."""
     node = error.parent_node
-    if (
-        error.key is not None
-        and isinstance(node, DictConfig)
-        and node._is_none() is False
-        and error.key not in node
-    ):
-        known = sorted(str(key) for key in node)
-        close = difflib.get_close_matches(str(error.key), known, n=1)
-        hint = f"did you mean '{close[0]}'? " if close else ""
-        where = f" in {_section(error)}" if _section(error) else ""
-        return f"unknown key '{error.full_key or error.key}'; {hint}known{where}: {', '.join(known)}"
-    return None
-
-
-def _section(error: OmegaConfBaseException) -> str:
-    return (error.full_key or "").rpartition(".")[0]
+    if error.key is None or not isinstance(node, DictConfig):
+        return None
+    section = (error.full_key or "").rpartition(".")[0]
+    if error.key in node:
+        return None
+    known = sorted(str(key) for key in node if key != "hydra")
+    if not known:
+        return f"unknown key '{error.full_key}': this strategy has no {section}"
+    close = difflib.get_close_matches(str(error.key), known, n=1)
+    hint = f"did you mean '{close[0]}'? " if close else ""
+    where = f" in {section}" if section else ""
+    return f"unknown key '{error.full_key or error.key}'; {hint}known{where}: {', '.join(known)}"
 
 
 def _first_line(error: BaseException) -> str:
@@ -122,12 +129,11 @@ def _run_point(job: Job, sweep: Sweep, config: DictConfig) -> None:
     try:
         job(_checked(config), sweep)
     except BadInputError as error:
-        if sweep.sweep_id is None:
-            raise
-        _record_failure(sweep, config, str(error))
+        print(f"error: {error}", file=sys.stderr)
+        _note_failure(sweep, config, str(error), BAD_INPUT_STATUS)
     except Exception as error:
         traceback.print_exc()
-        _record_failure(sweep, config, f"{type(error).__name__}: {_first_line(error)}")
+        _note_failure(sweep, config, f"{type(error).__name__}: {_first_line(error)}", FAILURE_STATUS)
 
 
 def _checked(config: DictConfig) -> RunConfig:
@@ -137,18 +143,12 @@ def _checked(config: DictConfig) -> RunConfig:
         raise BadInputError(explain(error)) from error
 
 
-def _record_failure(sweep: Sweep, config: DictConfig, reason: str) -> None:
+def _note_failure(sweep: Sweep, config: DictConfig, reason: str, status: int) -> None:
     strategy = OmegaConf.select(config, "strategy", default="?")
     sweep.failures.append(f"point {sweep.num_points} (strategy={strategy}): {reason}")
-    if sweep.sweep_id is not None:
-        print(f"error: {reason}", file=sys.stderr)
+    sweep.status = status
 
 
 def _plugin_file(arguments: Iterable[str]) -> str | None:
     found = [argument.partition("=")[2] for argument in arguments if argument.partition("=")[0] == "plugin"]
     return found[-1] if found else None
-
-
-def _say_bad_input(line: str) -> int:
-    print(f"error: {line}", file=sys.stderr)
-    return BAD_INPUT_STATUS

@@ -5,6 +5,7 @@ The classes know nothing of what they configure; Hydra composes them from `conf/
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,9 +115,24 @@ def typed(config: DictConfig) -> RunConfig:
 
     Raises ValueError or an OmegaConf error for a value out of range, of the wrong type, or missing.
     """
+    _refuse_additions(config, "")
     value = OmegaConf.to_object(config)
     assert isinstance(value, RunConfig)
     return value
+
+
+def _refuse_additions(node: DictConfig, prefix: str) -> None:
+    """A key added with `+` that no schema knows would be ignored: refuse it."""
+    schema = OmegaConf.get_type(node)
+    if not dataclasses.is_dataclass(schema):
+        raise ValueError(f"{prefix}{', '.join(map(str, node))}: this strategy has no {prefix.rstrip('.')}")
+    known = sorted(f.name for f in dataclasses.fields(schema))
+    for key in map(str, node):
+        if key not in known:
+            raise ValueError(f"unknown key '{prefix}{key}'; known: {', '.join(known)}")
+        child = node._get_node(key)
+        if isinstance(child, DictConfig) and not child._is_none():
+            _refuse_additions(child, f"{prefix}{key}.")
 
 
 def compose_run(overrides: Sequence[str]) -> RunConfig:

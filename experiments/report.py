@@ -14,7 +14,7 @@ from experiments.strategy import Arm
 Format = Callable[[float], str]
 
 
-def _milliseconds(value: float) -> str:
+def _one_decimal(value: float) -> str:
     return f"{value:.1f}"
 
 
@@ -23,15 +23,15 @@ def _percent(value: float) -> str:
 
 
 # Heading, metric, and how to print it. Speed-up and equivalence follow.
-COLUMNS: tuple[tuple[str, str, Format], ...] = (
-    ("TTFT ms", "latency/ttft_ms.p50", _milliseconds),
-    ("ITL ms", "latency/itl_ms.p50", _milliseconds),
-    ("TPOT ms", "latency/tpot_ms.p50", _milliseconds),
-    ("tok/s", "throughput/decode_tok_s_aggregate", _milliseconds),
-    ("tokens/pass", "spec/tokens_per_pass", lambda value: f"{value:.2f}"),
-    ("accepted", "spec/acceptance_rate", _percent),
-    ("weights MiB", "memory/weights_mib", lambda value: f"{value:.0f}"),
-    ("KV MiB", "memory/kv_mib", _milliseconds),
+HEADLINES: tuple[tuple[str, str, Format], ...] = (
+    ("TTFT, ms", "latency/ttft_ms.p50", _one_decimal),
+    ("ITL, ms", "latency/itl_ms.p50", _one_decimal),
+    ("TPOT, ms", "latency/tpot_ms.p50", _one_decimal),
+    ("tokens per second, all rows", "throughput/decode_tok_s_aggregate", _one_decimal),
+    ("tokens per target pass", "spec/tokens_per_pass", lambda value: f"{value:.2f}"),
+    ("draft tokens accepted", "spec/acceptance_rate", _percent),
+    ("weights, MiB", "memory/weights_mib", lambda value: f"{value:.0f}"),
+    ("KV cache, MiB", "memory/kv_mib", _one_decimal),
 )
 MISSING = "-"
 
@@ -77,11 +77,11 @@ def variant(arm: Arm) -> str:
 
 
 def console_table(result: PointResult) -> Table:
-    """The headline table: one row per arm, medians."""
-    table = Table(title=f"{result.point.config.strategy} on {result.point.config.model.target}, medians")
-    headings, rows = _cells(result)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if index == 0 else "right", no_wrap=True)
+    """The headline table: one column per arm, medians over requests."""
+    table = Table()
+    heading, *rows = _cells(result)
+    for index, cell in enumerate(heading):
+        table.add_column(cell, justify="left" if index == 0 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     return table
@@ -89,8 +89,8 @@ def console_table(result: PointResult) -> Table:
 
 def markdown_table(result: PointResult) -> str:
     """The same table in Markdown."""
-    headings, rows = _cells(result)
-    lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *rows]
+    heading, *rows = _cells(result)
+    lines = [heading, ["---"] + ["---:"] * (len(heading) - 1), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -117,17 +117,20 @@ def _shown(tokenizer: object, token_id: int | None) -> str:
     return "end" if token_id is None else repr(tokenizer.decode([token_id]))  # type: ignore[attr-defined]
 
 
-def _cells(result: PointResult) -> tuple[list[str], list[list[str]]]:
-    headings = ["arm", *(heading for heading, _, _ in COLUMNS), "speed-up", "equivalence"]
-    return headings, [_row(result, arm) for arm in result.point.arms.distinct]
-
-
-def _row(result: PointResult, arm: Arm) -> list[str]:
-    metrics = result.metrics_of(arm)
-    values = [form(metrics[name]) if name in metrics else MISSING for _, name, form in COLUMNS]
-    if arm.name != result.point.arms.strategy.name:
-        return [arm.name, *values, MISSING, MISSING]
-    return [arm.name, *values, _ratio(result.speedups.get("decode_vs_plain")), result.equivalence]
+def _cells(result: PointResult) -> list[list[str]]:
+    arms = result.point.arms
+    metrics = {arm.name: result.metrics_of(arm) for arm in arms.distinct}
+    rows = [["median of requests", *metrics]]
+    for heading, name, form in HEADLINES:
+        rows.append(
+            [heading, *(form(found[name]) if name in found else MISSING for found in metrics.values())]
+        )
+    references = [MISSING] * (len(metrics) - 1)
+    rows.append(
+        ["decode speed-up [95 % interval]", _ratio(result.speedups.get("decode_vs_plain")), *references]
+    )
+    rows.append(["output against its twin", result.equivalence, *references])
+    return rows
 
 
 def _ratio(ratio: Ratio | None) -> str:

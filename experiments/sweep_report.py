@@ -17,18 +17,15 @@ COLUMNS = (
 def write(sweep: Sweep) -> None:
     """Log one run of `kind=report` that lists the sweep's points, failed ones included."""
     store = tracking.open_store()
-    runs = tracking.find_runs(store, None, f"tags.sweep_id = '{sweep.sweep_id}'")
-    study = "inference"
-    tags = {
-        "kind": "report",
-        "sweep_id": str(sweep.sweep_id),
-        "validity": "failed" if sweep.failures else "ok",
-    }
-    with tracking.run(store, study, f"sweep {sweep.sweep_id}", tags, {}) as logged:
+    validity = "failed" if sweep.failures else "ok"
+    tags = {"kind": "report", "sweep_id": str(sweep.sweep_id), "validity": validity}
+    for study in sorted(sweep.studies):
+        runs = tracking.find_runs(store, study, f"tags.sweep_id = '{sweep.sweep_id}'")
         text = report(runs, sweep.failures)
-        logged.set_description(text)
-        logged.log_text(text, "report.md")
-    print(text)
+        with tracking.run(store, study, f"sweep {sweep.sweep_id}", tags, {}) as logged:
+            logged.set_description(text)
+            logged.log_text(text, "report.md")
+        print(text)
 
 
 def report(runs: list[StoredRun], failures: list[str]) -> str:
@@ -37,7 +34,6 @@ def report(runs: list[StoredRun], failures: list[str]) -> str:
     lines.append("| --- " * (len(COLUMNS) + 2) + "|")
     for run in reversed(runs):
         cells = [f"{run.metrics[name]:.2f}" if name in run.metrics else "-" for _, name in COLUMNS]
-        lines.append(
-            f"| {run.tags.get('variant', run.name)} | {' | '.join(cells)} | {run.tags.get('equivalence', '-')} |"
-        )
+        variant, equivalence = run.tags.get("variant", run.name), run.tags.get("equivalence", "-")
+        lines.append(f"| {variant} | {' | '.join(cells)} | {equivalence} |")
     return "\n".join([*lines, "", *(f"* failed: {line}" for line in failures)])

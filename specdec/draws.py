@@ -50,7 +50,7 @@ class Draws(Protocol):
 
 
 class KeyedDraws:
-    """Draws from a counter-based generator: splitmix64's finalizer over the key's parts, 53-bit uniforms."""
+    """Draws from a counter-based generator: splitmix64's finalizer over the key's parts, 52-bit uniforms."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -139,6 +139,9 @@ def _mix(state: Tensor) -> Tensor:
 
 
 def _uniform(state: Tensor) -> Tensor:
-    """Float64 in the open interval (0, 1), from the top 53 bits. Open, since its logarithm is taken."""
-    bits = (state >> 11) & ((1 << 53) - 1)
-    return (bits.double() + 0.5) * 2.0**-53
+    """Float64 in the open interval (0, 1), from the top 52 bits: with 53, adding a half would round up to 1.
+
+    At 1 a certain token would be refused, and a token of probability 0 win the race (its clock would be 0 / 0).
+    """
+    bits = (state >> 12) & ((1 << 52) - 1)
+    return (bits.double() + 0.5) * 2.0**-52

@@ -16,6 +16,10 @@ import torch
 from torch import Tensor
 
 
+# float32 logits up to 1e8 can be divided by it
+SMALLEST_TEMPERATURE = 1e-30
+
+
 class Phase(StrEnum):
     """What a pass of the target model is for."""
 
@@ -28,14 +32,17 @@ class Phase(StrEnum):
 class SamplingParams:
     """How the next token is chosen. `temperature=0` is greedy: the one-hot law of the largest logit.
 
-    Raises ValueError for a temperature that is negative or not finite.
+    Raises ValueError for a temperature that is negative, not finite, or so small that logits divided by it overflow.
     """
 
     temperature: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature={self.temperature}: expected a finite number >= 0 (0 is greedy)")
+        if self.temperature != 0 and not SMALLEST_TEMPERATURE <= self.temperature < math.inf:
+            raise ValueError(
+                f"temperature={self.temperature}: expected 0 (0 is greedy) "
+                f"or a finite number >= {SMALLEST_TEMPERATURE}"
+            )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@ and 64 inputs, and repacks the weight at the first forward, after which the modu
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,14 +32,22 @@ class BnbNf4Weights(WeightsOptions):
         return model
 
 
+def _bitsandbytes() -> Any:
+    # Slow to import, and of use only here. At its first product on CPU it looks for another kernel on a model hub
+    # and warns when there is none; its own native kernel, which is then used, is what this format names.
+    import bitsandbytes
+
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    return bitsandbytes
+
+
 def _nf4_linear(name: str, linear: nn.Linear) -> nn.Module:
     if linear.out_features % OUTPUTS_MULTIPLE or linear.in_features % INPUTS_MULTIPLE:
         raise ValueError(
             f"weights=bnb_nf4: layer {name} is {linear.out_features} x {linear.in_features}, but the kernel needs "
             f"multiples of {OUTPUTS_MULTIPLE} x {INPUTS_MULTIPLE}"
         )
-    import bitsandbytes as bnb  # slow to import, and of use only here
-
+    bnb = _bitsandbytes()
     compute_dtype = torch.bfloat16 if linear.weight.device.type == "cpu" else linear.weight.dtype
     new = bnb.nn.Linear4bit(
         linear.in_features,
