@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from experiments import plugins
 from experiments.config import CONFIG_DIR, RunConfig, typed
+from experiments.tracking import StoreError
 
 BAD_INPUT_STATUS = 2
 FAILURE_STATUS = 1
@@ -100,6 +101,8 @@ def _explain_value(error: OmegaConfBaseException) -> str | None:
     if error.key in node:
         return None
     known = sorted(str(key) for key in node if key != "hydra")
+    if error.key in known:
+        return f"'{error.full_key or error.key}' has no value"
     if not known:
         return f"unknown key '{error.full_key}': this strategy has no {section}"
     close = difflib.get_close_matches(str(error.key), known, n=1)
@@ -128,7 +131,7 @@ def _run_point(job: Job, sweep: Sweep, config: DictConfig) -> None:
     sweep.num_points += 1
     try:
         job(_checked(config), sweep)
-    except BadInputError as error:
+    except (BadInputError, StoreError) as error:
         print(f"error: {error}", file=sys.stderr)
         _note_failure(sweep, config, str(error), BAD_INPUT_STATUS)
     except Exception as error:

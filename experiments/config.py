@@ -15,6 +15,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from experiments import plugins
+
 CONFIG_DIR = Path(__file__).parent / "conf"
 DTYPES = ("auto", "bf16", "fp16", "fp32", "fp64")
 DEVICES = ("auto", "cpu", "cuda")
@@ -136,6 +138,7 @@ def _refuse_additions(node: DictConfig, prefix: str) -> None:
 
 
 def compose_run(overrides: Sequence[str]) -> RunConfig:
-    """The configuration that `python -m experiments.run OVERRIDES` would use."""
+    """The configuration that `python -m experiments.run OVERRIDES` would use, for scripts and notebooks."""
+    plugins.register_all()
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIG_DIR)):
         return typed(compose("config", overrides=list(overrides)))

@@ -91,18 +91,22 @@ class ModelPool:
         )
         self.target_config = self._target.config()
         self.tokenizer = self._target.tokenizer()
+        # by setting, as in "model.draft=some/folder"
+        self.configs = {f"{self._target.role}={self._target.name}": self.target_config}
         if self._draft is not None:
-            self._check_vocabulary(self._draft)
+            draft_config = self._draft.config()
+            self.configs[f"{self._draft.role}={self._draft.name}"] = draft_config
+            self._check_vocabulary(self._draft, draft_config.vocab_size)
         self._loaded: dict[str, PreTrainedModel] = {}
 
     def target(self, weights: Any) -> PreTrainedModel:
         """The target in a weight format (its options)."""
-        return self._get(self._target, weights)
+        return self._get(self._target, weights, "weights")
 
     def draft(self, weights_name: str) -> PreTrainedModel:
         """The draft model in a weight format (its name, or "" for `draft_weights_name`)."""
         weights = plugins.default_options("weights", weights_name or self.default_draft_weights)
-        return self._get(self._draft or self._target, weights)
+        return self._get(self._draft or self._target, weights, "drafter.weights")
 
     @property
     def default_draft_weights(self) -> str:
@@ -114,14 +118,18 @@ class ModelPool:
         """The commit the target was loaded from, where it came from a hub."""
         return getattr(self.target_config, "_commit_hash", None)
 
-    def _get(self, source: ModelSource, weights: Any) -> PreTrainedModel:
+    def _get(self, source: ModelSource, weights: Any, setting: str) -> PreTrainedModel:
         key = f"{source.name}@{source.revision} {weights}"
         if key not in self._loaded:
-            self._loaded[key] = weights.convert(source.model(self.dtype, self.device))
+            model = source.model(self.dtype, self.device)
+            try:
+                self._loaded[key] = weights.convert(model)
+            except ValueError as error:
+                raise ValueError(f"{setting}={weights.name}: {error}") from error
         return self._loaded[key]
 
-    def _check_vocabulary(self, draft: ModelSource) -> None:
-        target_size, draft_size = self.target_config.vocab_size, draft.config().vocab_size
+    def _check_vocabulary(self, draft: ModelSource, draft_size: int) -> None:
+        target_size = self.target_config.vocab_size
         if target_size != draft_size:
             raise ValueError(
                 f"model.draft={draft.name} has a vocabulary of {draft_size} tokens, the target one of {target_size}: "

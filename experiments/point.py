@@ -28,9 +28,13 @@ from specdec.decoding.base import Decoder
 from specdec.generation import end_of_text_ids
 from specdec.hf_adapter import check_supported
 from specdec.progress import StopTokens
-from specdec.types import Request
+from specdec.types import Request, SamplingParams
 
 MIB = 2**20
+
+
+class UnfitPartsError(ValueError):
+    """Parts don't fit together, as only loading them could tell; the message is the one line for the user."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ def prepare(config: RunConfig) -> PreparedPoint:
     for part in (config.weights, config.kv, config.drafter, config.verifier, config.draft_length):
         if part is not None:
             plugins.check_choices(part)
+    SamplingParams(config.sampling.temperature)  # refuses what would overflow
     pool = ModelPool(config.model, torch_dtype(config.dtype), device)
     if hasattr(config.drafter, "weights") and not config.drafter.weights:
         config = replace(config, drafter=replace(config.drafter, weights=pool.default_draft_weights))
@@ -98,8 +103,7 @@ def prepare(config: RunConfig) -> PreparedPoint:
         Request(index, tuple(token_ids), config.workload.max_new_tokens)
         for index, token_ids in enumerate(encoded)
     ]
-    for prompt, request in zip(prompts, requests, strict=True):
-        _check_fits(prompt, request, pool.target_config)
+    _check_fits(pool, prompts, requests)
     return PreparedPoint(config, arms_of(config), pool, prompts, requests, tokenize_ms)
 
 
@@ -176,17 +180,21 @@ class PointResult:
 
 def measure_point(
     point: PreparedPoint,
-    on_loaded: Callable[[dict[str, Footprint]], None],
-    on_progress: Callable[[str], None],
+    on_loaded: Callable[[dict[str, Footprint]], None] = lambda sizes: None,
+    on_progress: Callable[[str], None] = lambda arm: None,
 ) -> PointResult:
     """Load the models, measure all arms interleaved, and grade the strategy's output against its twin's.
 
     `on_loaded` gets the arms' footprints before anything is timed; `on_progress` is called after each block.
+    Raises UnfitPartsError where a weight format can't hold the model, or parts refuse each other.
     """
     config = point.config
     torch.set_num_threads(config.threads or 1)
     started_s = time.perf_counter()
-    decoders = {arm.name: build_decoder(arm, point.pool, _settings(point)) for arm in point.arms.distinct}
+    try:
+        decoders = {arm.name: build_decoder(arm, point.pool, _settings(point)) for arm in point.arms.distinct}
+    except ValueError as error:
+        raise UnfitPartsError(str(error)) from error
     footprints = {arm: _footprint(decoder) for arm, decoder in decoders.items()}
     loaded_s = time.perf_counter()
     on_loaded(footprints)
@@ -221,13 +229,16 @@ def _settings(point: PreparedPoint) -> EngineSettings:
     )
 
 
-def _check_fits(prompt: Prompt, request: Request, model_config: Any) -> None:
-    try:
-        check_supported(model_config, request.max_length)
-    except ValueError as error:
-        raise ValueError(
-            f"prompt {prompt.prompt_id}: {len(request.prompt_ids)} tokens + {request.max_new_tokens} new ones: {error}"
-        ) from error
+def _check_fits(pool: ModelPool, prompts: Sequence[Prompt], requests: Sequence[Request]) -> None:
+    """Can the target, and the draft model where there is one, hold the longest text?"""
+    prompt, request = max(zip(prompts, requests, strict=True), key=lambda pair: pair[1].max_length)
+    text = f"prompt {prompt.prompt_id}: {len(request.prompt_ids)} tokens + {request.max_new_tokens} new ones"
+    for model, model_config in pool.configs.items():
+        for what, num_tokens in ((model, 1), (f"{model}: {text}", request.max_length)):
+            try:
+                check_supported(model_config, num_tokens)
+            except ValueError as error:
+                raise ValueError(f"{what}: {error}") from error
 
 
 def _compare(point: PreparedPoint, traces: Sequence[Trace]) -> list[Comparison]:

@@ -27,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_point(config: RunConfig, sweep: Sweep) -> None:
     """Measure one point and log it as one MLflow run.
 
-    Raises BadInputError before anything is loaded or logged; what is raised later leaves a FAILED run.
+    Raises BadInputError for whatever the user can mend: mostly before anything is loaded or logged; parts that
+    turn out not to fit when they are loaded leave a FAILED run, as does everything that is raised later.
     """
     started_s = time.perf_counter()
     # Torch and transformers are imported here: a misspelt name should not have to wait for them.
@@ -44,14 +45,17 @@ def run_point(config: RunConfig, sweep: Sweep) -> None:
     store = tracking.open_store()
     name = f"{point.config.strategy} {point.config_hash[:6]}"
     tags = record.tags_before(point, sweep.sweep_id)
-    with tracking.run(store, config.study, name, tags, vars(point.config)) as logged:
-        with _progress(point.num_block_runs) as advance:
-            result = points.measure_point(
-                point,
-                on_loaded=lambda sizes: _print(report.footprint_lines(sizes)),
-                on_progress=advance,
-            )
-        record.record_result(result, logged)
+    try:
+        with tracking.run(store, config.study, name, tags, vars(point.config)) as logged:
+            with _progress(point.num_block_runs) as advance:
+                result = points.measure_point(
+                    point,
+                    on_loaded=lambda sizes: _print(report.footprint_lines(sizes)),
+                    on_progress=advance,
+                )
+            record.record_result(result, logged)
+    except points.UnfitPartsError as error:
+        raise BadInputError(str(error)) from error
     OUT.print(report.console_table(result))
     _print(report.notes(result))
     OUT.print(f"{time.perf_counter() - started_s:.0f} s in all; logged as run {logged.run_id}")
@@ -67,7 +71,9 @@ def _print(lines: Sequence[str]) -> None:
 def _progress(total: int) -> Iterator[Callable[[str], None]]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # No refresh thread: the bar moves between blocks, never while something is timed.
-    with Progress(*columns, console=ERR, transient=True, auto_refresh=False) as bar:
+    with Progress(
+        *columns, console=ERR, transient=True, auto_refresh=False, disable=not ERR.is_terminal
+    ) as bar:
         task = bar.add_task("loading and warming up", total=total)
         bar.refresh()
         yield lambda arm: bar.update(task, advance=1, description=arm, refresh=True)

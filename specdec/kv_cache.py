@@ -84,15 +84,20 @@ class PassLayout:
     def row_index(self) -> Tensor:
         return torch.arange(self.rows.start, self.rows.stop, device=self.device).unsqueeze(1)
 
-    def additive_mask(self, dtype: torch.dtype) -> Tensor:
-        """`[B, 1, T, extent]`: 0 where a query may look, -inf where not. Made once per pass."""
-        return self._mask.to(dtype)
+    def additive_mask(self, dtype: torch.dtype, repeats: int) -> Tensor:
+        """`[B, 1, repeats * T, extent]`: 0 where a query may look, -inf where not. Made once per pass."""
+        if (dtype, repeats) not in self._masks:
+            slots = torch.arange(self.extent, device=self.device)
+            hidden = slots > self.positions.unsqueeze(-1)
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(
+                hidden, float("-inf")
+            )
+            self._masks[dtype, repeats] = mask.repeat(1, repeats, 1).unsqueeze(1)
+        return self._masks[dtype, repeats]
 
     @cached_property
-    def _mask(self) -> Tensor:
-        slots = torch.arange(self.extent, device=self.device)
-        hidden = slots > self.positions.unsqueeze(-1)
-        return torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, float("-inf")).unsqueeze(1)
+    def _masks(self) -> dict[tuple[torch.dtype, int], Tensor]:
+        return {}
 
 
 class KVStore(Protocol):

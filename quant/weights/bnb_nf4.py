@@ -26,9 +26,7 @@ class BnbNf4Weights(WeightsOptions):
 
     def convert(self, model: PreTrainedModel) -> PreTrainedModel:
         if not replace_linears(model, _nf4_linear):
-            raise ValueError(
-                f"weights=bnb_nf4: a '{model.config.model_type}' model has no linear layer to quantize"
-            )
+            raise ValueError(f"a '{model.config.model_type}' model has no linear layer to quantize")
         return model
 
 
@@ -44,8 +42,8 @@ def _bitsandbytes() -> Any:
 def _nf4_linear(name: str, linear: nn.Linear) -> nn.Module:
     if linear.out_features % OUTPUTS_MULTIPLE or linear.in_features % INPUTS_MULTIPLE:
         raise ValueError(
-            f"weights=bnb_nf4: layer {name} is {linear.out_features} x {linear.in_features}, but the kernel needs "
-            f"multiples of {OUTPUTS_MULTIPLE} x {INPUTS_MULTIPLE}"
+            f"layer {name} is {linear.out_features} x {linear.in_features}, but the kernel needs "
+            f"multiples of {OUTPUTS_MULTIPLE} x {INPUTS_MULTIPLE}; the format 'plain' holds any shape"
         )
     bnb = _bitsandbytes()
     compute_dtype = torch.bfloat16 if linear.weight.device.type == "cpu" else linear.weight.dtype

@@ -1,0 +1,388 @@
+"""`python -m experiments.run`, end to end, on tiny real models: what it logs, prints, and refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from toy_folders import repeating_prompts, save_model, save_prompts, save_tokenizer
+from toy_models import CONTEXT_LENGTH
+
+from experiments import measure, run, tracking
+from experiments.tracking import StoredRun
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+NEW_TOKENS = 20
+PROMPT_LENGTHS = (3, 6, 5)
+
+# METRICS.md section 5, as far as this stage measures it. Dashboards and comparisons read these names.
+ARM_METRICS = {
+    *(f"latency/ttft_ms.{stat}" for stat in ("p50", "p90", "mean")),
+    *(f"latency/itl_ms.{stat}" for stat in ("p50", "p90", "max", "mean")),
+    *(f"latency/tpot_ms.{stat}" for stat in ("p50", "mean")),
+    *(f"latency/step_gap_ms.{stat}" for stat in ("p50", "max")),
+    "latency/tokenize_ms.mean",
+    "latency/queue_ms.mean",
+    "latency/total_s.mean",
+    "throughput/decode_tok_s_request.mean",
+    "throughput/decode_tok_s_aggregate",
+    "throughput/prefill_tok_s",
+    "passes/target",
+    "passes/draft",
+    "memory/weights_mib",
+    "memory/weights_read_mib",
+    "memory/kv_mib",
+    "memory/kv_allocated_mib",
+    "memory/kv_bytes_per_token",
+    "memory/quantized_share",
+    "trace/step_ms",
+}
+COMPARED_METRICS = {
+    *(
+        f"speedup/{kind}_vs_{role}{stat}"
+        for kind in ("decode", "total")
+        for role in ("plain", "twin")
+        for stat in ("", ".ci_low", ".ci_high")
+    ),
+    "quality/exact_match_pct",
+    "quality/near_tie_n",
+    "quality/diverged_n",
+}
+SPECULATIVE_METRICS = {
+    "spec/drafted",
+    "spec/accepted",
+    "spec/acceptance_rate",
+    "spec/tokens_per_pass",
+    *(f"spec/accept_pos_{position}" for position in range(1, 5)),
+    "spec/draft_ms.mean",
+    "spec/verify_ms.mean",
+    "spec/overhead_ms.mean",
+}
+TAGS = {
+    "kind",
+    "strategy",
+    "variant",
+    "model",
+    "draft",
+    "weights",
+    "kv",
+    "dtype",
+    "device",
+    "kernels",
+    "workload",
+    "batch_size",
+    "lossless",
+    "equivalence",
+    "validity",
+    "config_hash",
+    "workload_hash",
+    "git_commit",
+    "git_dirty",
+    "metrics_version",
+}
+SPEED_SECTIONS = ("latency/", "throughput/", "speedup/", "spec/", "trace/")
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """Folders with models and prompts, and a store for this module's runs."""
+
+    root: Path
+    store: tracking.Store
+
+    def arguments(self, *more: str) -> list[str]:
+        """The smallest real run, with what is given added or replaced."""
+        base = {
+            "model.target": f"{self.root / 'target'}",
+            "workload": "jsonl",
+            "workload.path": f"{self.root / 'prompts.jsonl'}",
+            "workload.max_new_tokens": str(NEW_TOKENS),
+            "dtype": "fp32",
+            "threads": "1",
+        }
+        given = {argument.partition("=")[0] for argument in more}
+        kept = [f"{key}={value}" for key, value in base.items() if key not in given]
+        return [*more, *kept]
+
+    def newest(self) -> StoredRun:
+        return tracking.find_runs(self.store, "inference")[0]
+
+    def run_ids(self) -> set[str]:
+        return {found.run_id for found in tracking.find_runs(self.store, "inference")}
+
+    def artifact(self, found: StoredRun, path: str) -> str:
+        return tracking.read_text(self.store, found.run_id, path)
+
+    def json_lines(self, found: StoredRun, path: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.artifact(found, path).splitlines()]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Iterator[Workplace]:
+    root = tmp_path_factory.mktemp("run")
+    save_model(root / "target")
+    save_model(root / "draft", seed=1)
+    save_prompts(root / "prompts.jsonl", repeating_prompts(PROMPT_LENGTHS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{root / 'store.db'}")
+        yield Workplace(root, tracking.open_store(root))
+
+
+# --- what a run leaves behind
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ("baseline",),
+        ("no_cache",),
+        ("specdec", "model.draft={root}/draft"),
+        ("specdec", "drafter.weights=plain"),
+        ("prompt_lookup",),
+    ],
+    ids=["baseline", "no_cache", "specdec-draft", "specdec-self", "prompt_lookup"],
+)
+def test_a_strategy_is_measured_compared_and_logged(
+    place: Workplace, capsys: pytest.CaptureFixture[str], strategy: tuple[str, ...], batch_size: int
+) -> None:
+    name, *overrides = (part.format(root=place.root) for part in strategy)
+    status = run.main(place.arguments(f"strategy={name}", f"batch_size={batch_size}", *overrides))
+    shown = capsys.readouterr()
+    assert (status, shown.err.strip()) == (0, "")
+    found = place.newest()
+    assert found.run_id in shown.out
+    assert found.status == "FINISHED"
+    assert set(found.tags) >= TAGS
+    is_speculative = name in ("specdec", "prompt_lookup")
+    is_compared = name != "baseline"
+    assert {key: found.tags[key] for key in ("kind", "strategy", "batch_size", "validity", "lossless")} == {
+        "kind": "point",
+        "strategy": name,
+        "batch_size": str(batch_size),
+        "validity": "ok",
+        "lossless": "true",
+    }
+    assert found.tags["equivalence"] == ("exact" if is_compared else "n/a")
+    assert ("drafter" in found.tags) == ("verifier" in found.tags) == is_speculative
+    expected = ARM_METRICS | (COMPARED_METRICS if is_compared else set())
+    expected |= SPECULATIVE_METRICS if is_speculative else set()
+    assert set(found.metrics) == expected
+    if is_compared:
+        assert found.metrics["quality/exact_match_pct"] == 100
+    assert found.params["batch_size"] == str(batch_size)
+    assert found.params["model.target"] == str(place.root / "target")
+
+
+def test_a_draft_that_is_the_target_is_always_accepted(place: Workplace) -> None:
+    assert run.main(place.arguments("strategy=specdec", "drafter.weights=plain")) == 0
+    metrics = place.newest().metrics
+    assert metrics["spec/acceptance_rate"] == 1
+    assert metrics["spec/tokens_per_pass"] > 3
+    assert metrics["passes/draft"] > metrics["passes/target"]
+
+
+def test_the_artifacts_tell_the_whole_run(place: Workplace) -> None:
+    assert run.main(place.arguments("strategy=prompt_lookup", "drafter.max_ngram=2", "seed=3")) == 0
+    found = place.newest()
+    resolved = yaml.safe_load(place.artifact(found, "config/resolved.yaml"))
+    assert resolved["drafter"] == {"name": "prompt_lookup", "min_ngram": 1, "max_ngram": 2}
+    assert (resolved["seed"], resolved["dtype"], resolved["device"], resolved["threads"]) == (
+        3,
+        "fp32",
+        "cpu",
+        1,
+    )
+    assert json.loads(place.artifact(found, "env/environment.json"))["torch_threads"] == 1
+    assert "| output against its twin | exact | - |" in place.artifact(found, "report.md")
+    assert "| output against its twin | exact | - |" in found.tags["mlflow.note.content"]
+
+    outputs = place.json_lines(found, "outputs/tokens.jsonl")
+    texts = {
+        arm: [o["token_ids"] for o in outputs if o["arm"] == arm] for arm in ("prompt_lookup", "reference")
+    }
+    assert len(outputs) == 2 * len(PROMPT_LENGTHS)
+    assert texts["prompt_lookup"] == texts["reference"]
+    assert all(1 <= len(text) <= NEW_TOKENS for text in texts["reference"])
+
+    events = place.json_lines(found, "trace/events.jsonl")
+    assert {event["event"] for event in events} == {"block", "step", "pass", "proposal"}
+    committed = [
+        token
+        for event in events
+        if event["event"] == "step" and event["arm"] == "prompt_lookup"
+        for tokens in event["committed"]
+        for token in tokens
+    ]
+    assert sorted(committed) == sorted(token for text in texts["prompt_lookup"] for token in text)
+
+
+def test_another_working_directory_has_the_same_store(place: Workplace, tmp_path: Path) -> None:
+    before = place.run_ids()
+    environment = {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.run", *place.arguments("strategy=baseline", "workload.limit=1")],
+        cwd=tmp_path,
+        env={**environment, "PYTHONPATH": str(CHECKOUT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    new = place.run_ids() - before
+    assert len(new) == 1
+    assert new.pop() in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- bad input: one line, an exit status, and no run that claims to have finished
+
+
+def _other_size(root: Path) -> list[str]:
+    return [f"model.draft={save_model(root / 'other_size', vocab_size=37, eos_token_id=36)}"]
+
+
+def _other_words(root: Path) -> list[str]:
+    save_tokenizer(save_model(root / "other_words"), prefix="v")
+    return [f"model.draft={root / 'other_words'}"]
+
+
+def _gpt2(root: Path) -> Path:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=61, n_positions=128, n_embd=16, n_layer=1, n_head=2, bos_token_id=60, eos_token_id=60
+    )
+    GPT2LMHeadModel(config).save_pretrained(root / "gpt2")
+    save_tokenizer(root / "gpt2")
+    return root / "gpt2"
+
+
+def _empty_workload(root: Path) -> list[str]:
+    (root / "empty.jsonl").write_text("")
+    return [f"workload.path={root / 'empty.jsonl'}"]
+
+
+def _folder_without_model(root: Path) -> list[str]:
+    (root / "no_model").mkdir(exist_ok=True)
+    return [f"model.target={root / 'no_model'}"]
+
+
+BAD_INPUT: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "unknown strategy": (["strategy=specdek"], ("specdek", "baseline", "specdec", "prompt_lookup")),
+    "unknown key": (["batchsize=2"], ("batchsize", "batch_size")),
+    "unknown nested key": (["draft_length.maxx=3"], ("draft_length.maxx", "max")),
+    "unknown added key": (["+measure.often=3"], ("measure.often", "repeats", "warmup")),
+    "wrong type": (["batch_size=four"], ("batch_size", "four")),
+    "not an override": (["specdec"], ("'specdec'", "key=value")),
+    "too long": (
+        [f"workload.max_new_tokens={CONTEXT_LENGTH}"],
+        ("prompt 2", f"{2 * max(PROMPT_LENGTHS)} tokens", f"context of {CONTEXT_LENGTH}"),
+    ),
+    "draft of another vocabulary size": (_other_size, ("model.draft", "37", "61")),
+    "draft of another vocabulary": (_other_words, ("model.draft", "another vocabulary")),
+    "draft of an unknown family": (
+        lambda root: [f"model.draft={_gpt2(root)}"],
+        ("model.draft", "gpt2", "llama"),
+    ),
+    "draft with a shorter context": (
+        lambda root: [f"model.draft={save_model(root / 'short', max_position_embeddings=16)}"],
+        ("model.draft", "16"),
+    ),
+    "missing file": (["workload.path=/nowhere.jsonl"], ("workload.path", "/nowhere.jsonl")),
+    "empty workload": (_empty_workload, ("empty.jsonl", "no prompts")),
+    "no batch": (["batch_size=0"], ("batch_size=0",)),
+    "temperature below 0": (["sampling.temperature=-1"], ("sampling.temperature=-1",)),
+    "temperature that overflows": (["sampling.temperature=1e-40"], ("temperature=1e-40",)),
+    "folder without a model": (_folder_without_model, ("model.target", "no_model")),
+    "unknown weights": (["weights=int5"], ("int5", "bnb_nf4", "plain")),
+    "unknown draft weights": (["drafter.weights=int5"], ("int5", "bnb_nf4", "plain")),
+    "unknown drafter": (["drafter=oracle"], ("oracle", "draft_model", "prompt_lookup")),
+    "unknown verifier": (["verifier=hope"], ("hope", "token")),
+    "unknown draft length": (["draft_length=long"], ("long", "fixed")),
+    "unknown drafter of a baseline": (
+        ["strategy=baseline", "drafter=oracle"],
+        ("oracle", "draft_model", "prompt_lookup"),
+    ),
+    "drafter of a baseline": (["strategy=baseline", "drafter=prompt_lookup"], ("prompt_lookup",)),
+    "option of a part that is not there": (["strategy=baseline", "draft_length.max=3"], ("draft_length",)),
+    "deleted group": (["~weights"], ("weights",)),
+    "family not supported": (lambda root: [f"model.target={_gpt2(root)}"], ("gpt2", "llama")),
+    "weights that don't fit the model": (["weights=bnb_nf4"], ("bnb_nf4", "61 x 32", "plain")),
+    "study that is no name": (["study=.."], ("'..'",)),
+    "missing plug-in": (["plugin=/nowhere.py"], ("plugin=/nowhere.py",)),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_one_clear_line(place: Workplace, capsys: pytest.CaptureFixture[str], case: str) -> None:
+    overrides, mentions = BAD_INPUT[case]
+    overrides = overrides(place.root) if callable(overrides) else overrides
+    before = place.run_ids()
+    capsys.readouterr()
+    status = run.main(place.arguments(*_with_strategy(overrides)))
+    shown = capsys.readouterr().err
+    assert status != 0
+    lines = [line for line in shown.splitlines() if line.strip()]
+    assert len(lines) == 1, shown
+    assert lines[0].startswith("error: ")
+    for mention in mentions:
+        assert mention in lines[0]
+    new = [found for found in tracking.find_runs(place.store, "inference") if found.run_id not in before]
+    assert all(found.status == "FAILED" for found in new)
+
+
+def test_a_store_that_cannot_be_opened_is_one_clear_line(
+    place: Workplace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////proc/nowhere/store.db")
+    assert run.main(place.arguments("strategy=baseline")) != 0
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("error: can't open the experiment store")
+
+
+def _with_strategy(overrides: list[str]) -> list[str]:
+    if any(override.startswith("strategy=") for override in overrides):
+        return overrides
+    return ["strategy=specdec", *overrides]
+
+
+# --- a failure while measuring
+
+
+@pytest.mark.parametrize(
+    ("error", "validity"),
+    [(RuntimeError("injected while decoding"), "failed"), (MemoryError("injected"), "oom")],
+)
+def test_a_failure_while_measuring_leaves_no_speed(
+    place: Workplace,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    validity: str,
+) -> None:
+    whole, calls = measure._decode, iter(range(100))
+
+    def failing(*arguments: Any) -> None:
+        if next(calls) == 2:  # two blocks were measured well before
+            raise error
+        whole(*arguments)
+
+    monkeypatch.setattr(measure, "_decode", failing)
+    assert run.main(place.arguments("strategy=prompt_lookup")) == 1
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert "injected" in shown
+    found = place.newest()
+    assert (found.status, found.tags["validity"]) == ("FAILED", validity)
+    assert not [name for name in found.metrics if name.startswith(SPEED_SECTIONS)]
+    assert "injected" in place.artifact(found, "error.txt")

@@ -1,0 +1,430 @@
+"""Speculative == autoregressive == transformers' greedy generate, over random configurations in float64."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from toy_engine import (
+    CPU,
+    ToyRunner,
+    build_decoder,
+    chain,
+    collect,
+    model_drafter,
+    requests_for,
+    script,
+    toy_drafter,
+)
+from toy_models import FAMILIES, greedy_reference, random_prompts, tiny_model
+from transformers import PreTrainedModel
+
+from specdec import ModelRunner
+from specdec.decoding.base import DecodingParts
+from specdec.decoding.no_cache import NoCacheDecoder
+from specdec.decoding.speculative import SpeculativeDecoder
+from specdec.draft_length.fixed import FixedDraftLength
+from specdec.drafters.base import Drafter
+from specdec.drafters.prompt_lookup import PromptLookupDrafter
+from specdec.draws import BlockDraws, KeyedDraws
+from specdec.progress import Row, StopTokens
+from specdec.sampling import Sampler
+from specdec.types import DraftProposal, GoOn, Phase, SamplingParams, StepOutput
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DRAFTERS = ("same", "similar", "unrelated", "bad", "prompt_lookup")
+
+
+@cache
+def target_model(family: str) -> PreTrainedModel:
+    return tiny_model(family)
+
+
+@cache
+def draft_model(family: str, kind: str) -> PreTrainedModel:
+    """From always accepted to never: the target, the target with noise, another model, the target's opposite."""
+    if kind == "same":
+        return target_model(family)
+    if kind == "unrelated":
+        return tiny_model(FAMILIES[FAMILIES.index(family) - 1], seed=1)
+    model = copy.deepcopy(target_model(family))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        if kind == "bad":
+            model.lm_head.weight.neg_()
+        else:
+            for weight in model.parameters():
+                noise = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+                weight.add_(0.03 * noise * weight.std())
+    return model
+
+
+@dataclass(frozen=True)
+class Configuration:
+    family: str
+    prompts: tuple[tuple[int, ...], ...]
+    limits: tuple[int, ...]
+    num_slots: int
+    drafter: str
+    draft_length: int
+    prefill_chunk: int | None
+    stop_ids: tuple[int, ...]
+
+    @property
+    def capacity(self) -> int:
+        return max(len(prompt) + limit for prompt, limit in zip(self.prompts, self.limits, strict=True))
+
+
+def random_configuration(seed: int) -> Configuration:
+    """Half of the prompts repeat a phrase; stop tokens are taken from the answers, so they fall anywhere in a block."""
+    choose = random.Random(seed)
+    family = choose.choice(FAMILIES)
+    batch = choose.randint(1, 5)
+    prompts = random_prompts([choose.choice([1, 2, 3, 5, 8, 13, 17]) for _ in range(batch)], seed)
+    prompts = [prompt * choose.choice([1, 2]) for prompt in prompts]
+    limits = [choose.choice([1, 2, 3, 7, 12, 18]) for _ in prompts]
+    stop_ids: list[int] = []
+    for _ in range(choose.choice([0, 0, 1, 2])):
+        index = choose.randrange(batch)
+        answer = greedy_reference(target_model(family), prompts[index], limits[index])
+        stop_ids.append(choose.choice(answer))
+    return Configuration(
+        family,
+        tuple(map(tuple, prompts)),
+        tuple(limits),
+        choose.randint(1, batch),
+        choose.choice(DRAFTERS),
+        choose.randint(1, 8),
+        choose.choice([None, None, 4]),
+        tuple(stop_ids),
+    )
+
+
+def drafter_of(config: Configuration, temperature: float = 0.0) -> Drafter:
+    if config.drafter == "prompt_lookup":
+        return PromptLookupDrafter(1, 3, CPU)
+    model = draft_model(config.family, config.drafter)
+    return model_drafter(model, config.num_slots, config.capacity, temperature)
+
+
+def run(config: Configuration, speculative: bool) -> list[StepOutput]:
+    runner = ModelRunner(
+        target_model(config.family), config.num_slots, config.capacity, prefill_chunk=config.prefill_chunk
+    )
+    decoder = build_decoder(
+        runner,
+        num_slots=config.num_slots,
+        drafter=drafter_of(config) if speculative else None,
+        draft_length=config.draft_length,
+        stop_ids=config.stop_ids,
+    )
+    steps = list(decoder.generate(requests_for(config.prompts, config.limits)))
+    assert set(runner.lengths) == {0}
+    return steps
+
+
+def check(config: Configuration) -> None:
+    model = target_model(config.family)
+    reference = {
+        i: greedy_reference(model, list(prompt), limit, list(config.stop_ids) or None)
+        for i, (prompt, limit) in enumerate(zip(config.prompts, config.limits, strict=True))
+    }
+    assert collect(run(config, speculative=False)) == reference
+    steps = run(config, speculative=True)
+    assert collect(steps) == reference
+    for step in steps:
+        for committed, drafted, accepted in zip(step.committed, step.drafted, step.accepted, strict=True):
+            assert len(committed) == accepted + 1
+            assert 0 <= accepted <= drafted <= config.draft_length
+            if config.drafter == "same" and step.phase == Phase.VERIFY:
+                assert accepted == drafted
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_speculative_equals_autoregressive_equals_transformers(seed: int) -> None:
+    check(random_configuration(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1200))
+def test_more_random_configurations(seed: int) -> None:
+    check(random_configuration(seed))
+
+
+def test_the_random_configurations_cover_what_matters() -> None:
+    configs = [random_configuration(seed) for seed in range(40)]
+    assert {config.family for config in configs} == set(FAMILIES)
+    assert {config.drafter for config in configs} == set(DRAFTERS)
+    assert {config.draft_length for config in configs} == set(range(1, 9))
+    assert any(config.num_slots < len(config.prompts) for config in configs)
+    assert any(config.stop_ids for config in configs)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_sampled_texts_do_not_depend_on_slots_or_batch_mates(drafter: str) -> None:
+    """Draws are keyed by request: alone, in a batch, or waiting for a slot, a request gets the same text."""
+    prompts = tuple(tuple(prompt * 2) for prompt in random_prompts([3, 9, 5, 3]))
+    texts = []
+    for num_slots in (1, 2, 4):
+        config = Configuration("llama", prompts, (12, 7, 15, 12), num_slots, drafter, 3, None, ())
+        decoder = build_decoder(
+            ModelRunner(target_model("llama"), num_slots, config.capacity),
+            num_slots=num_slots,
+            drafter=drafter_of(config, temperature=1.0),
+            draft_length=3,
+            temperature=1.0,
+        )
+        texts.append(collect(decoder.generate(requests_for(prompts, config.limits))))
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_sampled_text_with_nothing_drafted_is_the_plain_one() -> None:
+    """The target's own samples are keyed by position alone, so without drafts every method writes the same text."""
+    prompts = random_prompts([3, 9, 5])
+    requests = requests_for(prompts, [12, 7, 15])
+    model = target_model("llama")
+    plain = build_decoder(ModelRunner(model, 3, 30), num_slots=3, temperature=1.0, seed=4)
+    lookup = PromptLookupDrafter(8, 8, CPU)  # no n-gram of 8 tokens comes twice
+    speculative = build_decoder(
+        ModelRunner(model, 3, 30), num_slots=3, temperature=1.0, seed=4, drafter=lookup
+    )
+    no_cache = NoCacheDecoder(
+        DecodingParts(
+            ModelRunner(model, 2, 30), Sampler(SamplingParams(1.0)), KeyedDraws(4), StopTokens(), num_slots=2
+        )
+    )
+    texts = collect(plain.generate(requests))
+    assert collect(speculative.generate(requests)) == texts
+    assert collect(no_cache.generate(requests)) == texts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_cache_decoding_equals_cached_decoding(family: str) -> None:
+    prompts = random_prompts([3, 9, 5])
+    model = target_model(family)
+    decoder = NoCacheDecoder(
+        DecodingParts(
+            ModelRunner(model, 2, 20, prefill_chunk=4),
+            Sampler(SamplingParams()),
+            KeyedDraws(0),
+            StopTokens(),
+            2,
+        )
+    )
+    expected = {
+        i: greedy_reference(model, prompt, limit)
+        for i, (prompt, limit) in enumerate(zip(prompts, [9, 1, 12], strict=True))
+    }
+    assert collect(decoder.generate(requests_for(prompts, [9, 1, 12]))) == expected
+
+
+# The loop, on scripted models
+
+
+def test_one_step_by_hand() -> None:
+    """The target writes 1 2 3 4 5 6 ...; the draft agrees on two of four, then on all."""
+    target = script([1, 2, 3, 4, 5, 6, 7, 8, 9], 10, prompt_length=2)
+    draft = script([1, 2, 3, 0, 5, 6, 7, 8, 9], 10, prompt_length=2)
+    runner = ToyRunner(target, 10, 1)
+    decoder = build_decoder(runner, num_slots=1, drafter=toy_drafter(draft, 10, 1), draft_length=3)
+    steps = list(decoder.generate(requests_for([[0, 0]], 9)))
+    assert [step.committed[0] for step in steps] == [(1,), (2, 3, 4), (5, 6, 7, 8), (9,)]
+    assert [step.drafted[0] for step in steps] == [0, 3, 3, 0]
+    assert [step.accepted[0] for step in steps] == [0, 2, 3, 0]
+    assert [step.phase for step in steps] == [Phase.PREFILL, Phase.VERIFY, Phase.VERIFY, Phase.VERIFY]
+    assert [step.finished[0] for step in steps] == [False, False, False, True]
+    assert runner.passes == [
+        ("prefill", ((0, 0),)),
+        ("verify", ((1, 2, 3, 0),)),
+        ("verify", ((4, 5, 6, 7),)),
+        ("verify", ((8,),)),
+    ]
+
+
+def test_every_step_leaves_the_cache_one_token_short_of_the_text() -> None:
+    table = [[0.1, 0.5, 0.4], [0.6, 0.2, 0.2], [0.3, 0.3, 0.4]]
+    runner = ToyRunner(chain(table), 3, 2)
+    drafter = toy_drafter(chain(table[::-1]), 3, 2, temperature=1)
+    decoder = build_decoder(runner, num_slots=2, drafter=drafter, draft_length=3, temperature=1)
+    prompts = [[0, 1], [2]]
+    texts = [list(prompt) for prompt in prompts]
+    for step in decoder.generate(requests_for(prompts, 30)):
+        if any(step.finished):
+            break
+        for request_id, tokens in zip(step.request_ids, step.committed, strict=True):
+            texts[request_id] += tokens
+        assert runner.texts == [text[:-1] for text in texts]
+        assert isinstance(drafter.runner, ToyRunner)
+        for held, text in zip(drafter.runner.texts, texts, strict=True):
+            assert held == text[: len(held)]
+            assert len(held) in (0, len(text) - 1, len(text) - 2)
+
+
+def test_rows_that_finish_in_prefill_leave_others_alone() -> None:
+    """Limits of 1, and a stop as first token, among longer ones, in two slots."""
+    model = target_model("llama")
+    prompts = random_prompts([3, 9, 5, 4, 7])
+    limits = [1, 9, 1, 1, 6]
+    expected = {
+        i: greedy_reference(model, prompt, limit)
+        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+    }
+    for drafter in (None, model_drafter(draft_model("llama", "similar"), 2, 20)):
+        decoder = build_decoder(ModelRunner(model, 2, 20), num_slots=2, drafter=drafter)
+        assert collect(decoder.generate(requests_for(prompts, limits))) == expected
+    first = expected[0][0]
+    decoder = build_decoder(
+        ModelRunner(model, 2, 20), num_slots=2, drafter=PromptLookupDrafter(1, 3, CPU), stop_ids=[first]
+    )
+    stopped = collect(decoder.generate(requests_for(prompts, 9)))
+    assert stopped[0] == [first]
+    for i, prompt in enumerate(prompts):
+        assert stopped[i] == greedy_reference(model, prompt, 9, [first])
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
+def test_a_generator_that_was_closed_early_leaves_nothing_behind(num_steps: int) -> None:
+    model = target_model("llama")
+    prompts = random_prompts([3, 9, 5])
+    runner = ModelRunner(model, 2, 20)
+    drafter = model_drafter(draft_model("llama", "similar"), 2, 20)
+    decoder = build_decoder(runner, num_slots=2, drafter=drafter)
+    steps = decoder.generate(requests_for(prompts, 9))
+    for _ in range(num_steps):
+        next(steps)
+    steps.close()  # type: ignore[attr-defined]
+    assert set(runner.lengths) == set(drafter.runner.lengths) == {0}
+    expected = {i: greedy_reference(model, prompt, 9) for i, prompt in enumerate(prompts)}
+    assert collect(decoder.generate(requests_for(prompts, 9))) == expected
+
+
+def test_two_generators_of_one_decoder_are_refused() -> None:
+    decoder = build_decoder(ModelRunner(target_model("llama"), 1, 20), num_slots=1)
+    first = decoder.generate(requests_for([[1, 2]], 9))
+    next(first)
+    with pytest.raises(ValueError, match="slot 0 holds 2 tokens"):
+        next(decoder.generate(requests_for([[3, 4]], 9)))
+
+
+def test_no_requests() -> None:
+    decoder = build_decoder(ModelRunner(target_model("llama"), 1, 20), num_slots=1)
+    assert list(decoder.generate([])) == []
+
+
+def test_speculation_needs_its_parts() -> None:
+    parts = DecodingParts(
+        ToyRunner(chain([[1.0]]), 1, 1), Sampler(SamplingParams()), KeyedDraws(0), StopTokens(), 1
+    )
+    with pytest.raises(ValueError, match="drafter, a verifier and a draft length"):
+        SpeculativeDecoder(parts)
+
+
+@pytest.mark.parametrize("draft_length", [1, 7, 40])
+def test_blocks_up_to_the_end_of_the_context(draft_length: int) -> None:
+    """Prompt and answer fill the model's context exactly, beside a shorter row whose padding would lie beyond it."""
+    model = target_model("llama")
+    prompts = random_prompts([100, 60])
+    expected = {i: greedy_reference(model, prompt, 28) for i, prompt in enumerate(prompts)}
+    for kind in ("same", "similar"):
+        decoder = build_decoder(
+            ModelRunner(model, 2, 128),
+            num_slots=2,
+            drafter=model_drafter(draft_model("llama", kind), 2, 128),
+            draft_length=draft_length,
+        )
+        assert collect(decoder.generate(requests_for(prompts, 28))) == expected
+
+
+def test_bfloat16_writes_a_text_that_is_greedy_up_to_rounding() -> None:
+    """Passes of other shapes round differently, so bits may differ; each token is within rounding of the best."""
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    draft = tiny_model("llama", seed=1, dtype=torch.bfloat16)
+    prompts = random_prompts([3, 9, 5])
+    wide = copy.deepcopy(model).double()
+    for drafter in (PromptLookupDrafter(1, 3, CPU), model_drafter(model, 3, 40), model_drafter(draft, 3, 40)):
+        decoder = build_decoder(ModelRunner(model, 3, 40), num_slots=3, drafter=drafter)
+        for index, answer in collect(decoder.generate(requests_for(prompts, 20))).items():
+            with torch.no_grad():
+                logits = wide(torch.tensor([[*prompts[index], *answer]])).logits[
+                    0, len(prompts[index]) - 1 : -1
+                ]
+            margin = logits.amax(-1) - logits.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
+            assert margin.max() < 0.05 * logits.std()
+
+
+def test_a_draft_model_of_another_dtype() -> None:
+    """float32 drafts for a float64 target: greedy is the target's; sampled, nearly all is accepted."""
+    model = target_model("llama")
+    narrow = copy.deepcopy(model).float()
+    prompts = random_prompts([3, 9, 5])
+    expected = {i: greedy_reference(model, prompt, 20) for i, prompt in enumerate(prompts)}
+    decoder = build_decoder(ModelRunner(model, 3, 40), num_slots=3, drafter=model_drafter(narrow, 3, 40))
+    assert collect(decoder.generate(requests_for(prompts, 20))) == expected
+    decoder = build_decoder(
+        ModelRunner(model, 3, 40), num_slots=3, temperature=1.0, drafter=model_drafter(narrow, 3, 40, 1.0)
+    )
+    steps = list(decoder.generate(requests_for(prompts, 20)))
+    assert sum(map(sum, (step.accepted for step in steps))) == sum(map(sum, (step.drafted for step in steps)))
+
+
+class DraftsNowAndThen(FixedDraftLength):
+    """Nothing for four steps, then a block: the draft model has a long way to catch up."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(num_tokens)
+        self.step = 0
+
+    def limits(self, rows: Sequence[Row]) -> Sequence[int]:
+        self.step += 1
+        return [self.num_tokens if (self.step + row.request.request_id) % 5 == 0 else 0 for row in rows]
+
+
+@pytest.mark.parametrize("kind", ["same", "similar", "bad"])
+def test_a_draft_model_that_is_asked_now_and_then(kind: str) -> None:
+    model = target_model("llama")
+    prompts = random_prompts([3, 9, 5, 7])
+    limits = [30, 25, 9, 20]
+    expected = {i: greedy_reference(model, prompt, limits[i]) for i, prompt in enumerate(prompts)}
+    decoder = build_decoder(
+        ModelRunner(model, 3, 40),
+        num_slots=3,
+        drafter=model_drafter(draft_model("llama", kind), 3, 40),
+        draft_length=DraftsNowAndThen(4),
+    )
+    steps = list(decoder.generate(requests_for(prompts, limits)))
+    assert collect(steps) == expected
+    drafted = sum(map(sum, (step.drafted for step in steps)))
+    accepted = sum(map(sum, (step.accepted for step in steps)))
+    assert drafted > 0
+    assert accepted == {"same": drafted, "bad": 0}.get(kind, accepted)
+
+
+def test_a_failing_step_leaves_a_runner_that_works() -> None:
+    class Fails(PromptLookupDrafter):
+        def propose(
+            self, rows: Sequence[Row], limits: Sequence[int], go_on: GoOn, draws: BlockDraws
+        ) -> DraftProposal:
+            if len(rows[0].token_ids) > 8:
+                raise MemoryError
+            return super().propose(rows, limits, go_on, draws)
+
+    model = target_model("llama")
+    runner = ModelRunner(model, 1, 20)
+    decoder = build_decoder(runner, num_slots=1, drafter=Fails(1, 3, CPU))
+    with pytest.raises(MemoryError):
+        list(decoder.generate(requests_for([[1, 2, 3]], 9)))
+    assert runner.lengths == (0,)
+
+
+def test_the_law_of_a_sampled_run_is_reported_in_float32_for_a_bfloat16_model() -> None:
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    law = Sampler(SamplingParams(1.0)).law(ModelRunner(model, 1, 4).prefill([[1, 2]], [0]))
+    assert law.probs is not None
+    assert law.probs.dtype == torch.float32
+    assert FixedDraftLength(3).go_on(law, 0) == [True]
