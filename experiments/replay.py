@@ -1,7 +1,7 @@
-"""Replay a committed text without a drafter: what does the target say at each position?
+"""Replay a committed text without a drafter: the target's logits at chosen positions.
 
-Once in single tokens, and once with the pass boundaries that a speculative run had. If the two disagree at a
-position, the shape of the pass alone decides there, and neither the drafter nor a rollback is to blame.
+Once in single tokens, once with the pass boundaries that a speculative run had, once in a single pass. Only the
+second of them rolls anything back, so a fault of a rollback shows in it alone.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from experiments.trace import Trace
 from specdec.decoding.base import DecodingParts
@@ -18,6 +19,8 @@ from specdec.draft_length.fixed import FixedDraftLength
 from specdec.drafters.base import Drafter
 from specdec.draws import BlockDraws
 from specdec.progress import Row
+from specdec.runner import Runner
+from specdec.sampling import Sampler
 from specdec.types import DraftProposal, GoOn, Law, Request, Verification
 
 Position = tuple[int, int]  # (request id, index of the new token)
@@ -62,16 +65,18 @@ def replay(
     answers: Mapping[int, Sequence[int]],
     plan: Plan,
     wanted: Sequence[Position],
-) -> dict[Position, int]:
-    """The target's greedy token at each wanted position of the texts `answers`, as far as it was reached.
+) -> dict[Position, Tensor]:
+    """The target's logits `[V]`, float64, at each wanted position of the texts `answers`, as far as reached.
 
     `parts` are a fresh runner's; drafter, verifier and draft length are replaced. Positions of a first token are
     never reached: it comes from the prefill.
     """
-    script = _Script(answers, plan, parts.runner.device)
+    sampler = _KeepingSampler(parts.sampler.params)
+    script = _Script(answers, plan, sampler, wanted, parts.runner.device)
     decoder = SpeculativeDecoder(
         replace(
             parts,
+            sampler=sampler,
             drafter=script,
             verifier=script,
             # never binding: the script itself says how many draft tokens a pass has
@@ -79,18 +84,48 @@ def replay(
         )
     )
     for _ in decoder.generate(block):
-        if all(position in script.said for position in wanted):
+        if len(script.found) == len(set(wanted)):
             break
-    return {position: script.said[position] for position in wanted if position in script.said}
+    return script.found
+
+
+def read_at_once(
+    runner: Runner, block: Sequence[Request], answers: Mapping[int, Sequence[int]], wanted: Sequence[Position]
+) -> dict[Position, Tensor]:
+    """The target's logits `[V]`, float64, at each wanted position, the whole text before it read in one pass."""
+    prompts = {request.request_id: request.prompt_ids for request in block}
+    found = {}
+    for request_id, index in wanted:
+        logits = runner.prefill([[*prompts[request_id], *answers[request_id][:index]]], [0])
+        found[(request_id, index)] = logits[0].double()
+        runner.release(0)
+    return found
+
+
+class _KeepingSampler(Sampler):
+    """Keeps the logits of the latest pass."""
+
+    def law(self, logits: Tensor) -> Law:
+        self.logits = logits
+        return super().law(logits)
 
 
 class _Script(Drafter):
-    """Drafter and verifier in one: proposes the text itself, keeps what the plan kept, notes the target's tokens."""
+    """Drafter and verifier in one: proposes the text itself, keeps what the plan kept, notes the target's logits."""
 
-    def __init__(self, answers: Mapping[int, Sequence[int]], plan: Plan, device: torch.device) -> None:
-        self.said: dict[Position, int] = {}
+    def __init__(
+        self,
+        answers: Mapping[int, Sequence[int]],
+        plan: Plan,
+        sampler: _KeepingSampler,
+        wanted: Sequence[Position],
+        device: torch.device,
+    ) -> None:
+        self.found: dict[Position, Tensor] = {}
         self._answers = answers
         self._plan = {request_id: iter(passes) for request_id, passes in plan.items()}
+        self._sampler = sampler
+        self._wanted = set(wanted)
         self._device = device
         self._now: list[tuple[int, int, PlannedPass]] = []
 
@@ -107,11 +142,11 @@ class _Script(Drafter):
     def verify(self, proposal: DraftProposal, target: Law, draws: BlockDraws) -> Verification:
         if target.ids is None:
             raise ValueError("replay is for greedy decoding")
-        tokens = target.ids.tolist()
         next_ids = []
-        for (request_id, index, planned), row in zip(self._now, tokens, strict=True):
+        for (request_id, index, planned), row in zip(self._now, self._sampler.logits, strict=True):
             for offset in range(planned.accepted + 1):
-                self.said[(request_id, index + offset)] = row[offset]
+                if (request_id, index + offset) in self._wanted:
+                    self.found[(request_id, index + offset)] = row[offset].double()
             next_ids.append(self._answers[request_id][index + planned.accepted])
         return Verification(tuple(planned.accepted for _, _, planned in self._now), tuple(next_ids))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from rich.table import Table
 
-from experiments.equivalence import EXACT
+from experiments.equivalence import EXACT, Comparison
 from experiments.point import MIB, Footprint, PointResult, PreparedPoint
 from experiments.statistics import Ratio
 from experiments.strategy import Arm
@@ -104,13 +104,34 @@ def notes(result: PointResult) -> list[str]:
             lines.append(
                 f"{comparison.grade}: prompt {prompt}, new token {comparison.position}: "
                 f"{_shown(tokenizer, comparison.token_id)}, twin {_shown(tokenizer, comparison.twin_token_id)}"
+                f"{_distance(comparison)}"
             )
     for (request_id, repeat), reason in result.excluded.items():
         lines.append(
             f"no speed-up from prompt {result.point.prompts[request_id].prompt_id}, repeat {repeat}: {reason}"
         )
+    lines += _why(result)
     spent = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in result.seconds.items())
     return [*lines, f"time: {spent}"]
+
+
+def _why(result: PointResult) -> list[str]:
+    """What a step of a speculative strategy cost and brought, beside a token of its twin."""
+    metrics, twin = result.metrics, result.metrics_of(result.point.arms.twin)
+    parts = ("spec/draft_ms.mean", "spec/verify_ms.mean", "spec/overhead_ms.mean")
+    if not all(name in metrics for name in parts) or "latency/tpot_ms.p50" not in twin:
+        return []
+    draft, verify, rest = (metrics[name] for name in parts)
+    return [
+        f"a step: draft {draft:.1f} + verify {verify:.1f} + rest {rest:.1f} = {draft + verify + rest:.1f} ms "
+        f"for {metrics['spec/tokens_per_pass']:.2f} tokens; its twin's token: {twin['latency/tpot_ms.p50']:.1f} ms"
+    ]
+
+
+def _distance(comparison: Comparison) -> str:
+    if comparison.margin is None or comparison.rounding is None:
+        return ""
+    return f" (logits {comparison.margin:.2g} apart; rounding moves logits here by up to {comparison.rounding:.2g})"
 
 
 def _shown(tokenizer: object, token_id: int | None) -> str:

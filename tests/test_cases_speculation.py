@@ -33,7 +33,7 @@ from specdec.draws import BlockDraws, Draws, KeyedDraws, Keys, Purpose
 from specdec.kv_cache import KVCache, PassLayout
 from specdec.progress import Progress, Row, StopTokens
 from specdec.sampling import Sampler
-from specdec.types import DraftProposal, GoOn, Law, Phase, Request, SamplingParams, Verification
+from specdec.types import DraftProposal, GoOn, Law, Phase, Request, SamplingParams, StepOutput, Verification
 from specdec.verifiers.token import TokenVerifier
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -554,7 +554,13 @@ def count_what_was_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accepted tokens are counted before the text is cut at its stop."""
     right = Progress.commit
 
-    def commit(self, phase, rows, proposed, drafted=None):
+    def commit(
+        self: Progress,
+        phase: Phase,
+        rows: Sequence[Row],
+        proposed: Sequence[Sequence[int]],
+        drafted: Sequence[int] | None = None,
+    ) -> StepOutput:
         step = right(self, phase, rows, proposed, drafted)
         return replace(step, accepted=tuple(len(tokens) - 1 for tokens in proposed))
 

@@ -271,6 +271,16 @@ def test_one_pass_per_token_and_none_for_the_last() -> None:
     ]  # the last accepted draft token and the bonus token
 
 
+def test_a_row_that_stopped_reads_nothing_more() -> None:
+    drafter = toy_drafter(chain([[0.0, 1.0], [1.0, 0.0]]), 2, 2)
+    assert isinstance(drafter.runner, ToyRunner)
+    rows = rows_of([[0, 1, 0], [1, 0]])
+    proposal = propose(drafter, rows, [3, 3], lambda law, step: [True, step < 1])
+    assert proposal.lengths == (3, 1)
+    # whether the second row goes on is asked behind its first draft token, so that one is read
+    assert drafter.runner.passes[2:] == [("decode", ((1,), (1,))), ("decode", ((0,), ()))]
+
+
 def test_a_row_that_wants_nothing_costs_nothing() -> None:
     drafter = toy_drafter(chain([[0.0, 1.0], [1.0, 0.0]]), 2, 2)
     assert isinstance(drafter.runner, ToyRunner)

@@ -131,6 +131,15 @@ def test_accept_is_strict() -> None:
         assert draws.accept(torch.full((len(COUNT),), always).double(), at).all()
 
 
+@pytest.mark.parametrize("number", [0.0, 0.25])
+def test_accept_is_strict_at_equality(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even a generator that could return 0 would not accept a token of probability 0."""
+    monkeypatch.setattr("specdec.draws._uniform", lambda state: torch.full(state.shape, number).double())
+    at = keys(COUNT[:3], 0, 0, Purpose.ACCEPT)
+    probs = torch.tensor([number, number + 1e-12, 0.0], dtype=torch.float64)
+    assert KeyedDraws(0).accept(probs, at).tolist() == [False, True, False]
+
+
 @pytest.mark.parametrize("state", [0, -1, 2**63 - 1, -(2**63), 1, -2, -(2**11), (1 << 11) - 1])
 def test_uniforms_never_reach_the_ends(state: int) -> None:
     """Every state of the generator is some key's. At 1 a certain token would be refused, and 0/0 picked."""

@@ -218,6 +218,22 @@ def test_what_lies_behind_a_length_is_not_looked_at(verifier: str) -> None:
     assert {verification.accepted for verification in results[0]} == {(0,), (1,)}
 
 
+@pytest.mark.parametrize("verifier", sorted(VERIFIERS))
+@pytest.mark.parametrize("length", [0, 1, 2])
+def test_a_bonus_token_is_what_plain_sampling_draws_at_its_position(verifier: str, length: int) -> None:
+    """Equal laws, so all is accepted: the bonus token is a function of the seed, its position and its law."""
+    num_rows = 50
+    requests, start = torch.arange(num_rows), 5
+    laws = torch.tensor(TARGET[:3], dtype=torch.float64).expand(num_rows, -1, -1)
+    block = BlockDraws.of(KeyedDraws(0), requests.tolist(), [start] * num_rows, CPU)
+    token_ids = torch.stack([block.draft(Law(probs=laws[:, offset]), offset) for offset in range(2)], 1)
+    proposal = DraftProposal(token_ids, (length,) * num_rows, Law(probs=laws[:, :2]))
+    verification = VERIFIERS[verifier]().verify(proposal, Law(probs=laws), block)
+    at = Keys(Purpose.TARGET, requests, torch.full_like(requests, start + length), torch.zeros_like(requests))
+    assert verification.accepted == (length,) * num_rows
+    assert verification.next_ids == tuple(KeyedDraws(0).pick(Law(probs=laws[:, length]), at).tolist())
+
+
 # Planted faults of one step: each must be seen
 
 

@@ -1,0 +1,226 @@
+"""Typed configurations: what composes, what is refused, and with which words."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments import plugins
+from experiments.command_line import explain
+from experiments.config import CONFIG_DIR, RunConfig, compose_run
+from specdec.draft_length.fixed import FixedOptions
+from specdec.drafters.draft_model import DraftModelOptions
+from specdec.drafters.prompt_lookup import PromptLookupOptions
+
+PRESETS = sorted(file.stem for file in (CONFIG_DIR / "strategy").glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> None:
+    plugins.register_all()
+
+
+def refusal(*overrides: str) -> str:
+    """The one line that a user reads."""
+    with pytest.raises((HydraException, OmegaConfBaseException, ValueError)) as caught:
+        compose_run(overrides)
+    line = explain(caught.value)
+    assert "\n" not in line
+    return line
+
+
+# --- what composes
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_resolves_to_typed_options(preset: str) -> None:
+    config = compose_run([f"strategy={preset}"])
+    assert config.strategy == preset
+    for group in ("workload", "weights", "kv", "decoding"):
+        options = getattr(config, group)
+        assert options.name in plugins.known(group)
+        assert dataclasses.is_dataclass(options)
+    for group in ("drafter", "verifier", "draft_length"):
+        assert (getattr(config, group) is not None) == config.decoding.uses_drafter
+    assert dataclasses.asdict(config)["strategy"] == preset
+
+
+def test_the_presets_are_those_of_this_stage() -> None:
+    assert set(PRESETS) >= {"baseline", "no_cache", "specdec", "prompt_lookup"}
+
+
+def test_the_defaults_are_the_bundled_model_and_the_embedded_prompts() -> None:
+    config = compose_run([])
+    assert (config.strategy, config.model.target, config.model.draft) == ("specdec", "bundled", None)
+    assert (config.workload.name, config.weights.name, config.kv.name) == ("embedded", "plain", "dense")
+    assert (config.dtype, config.device, config.seed, config.batch_size) == ("auto", "auto", 0, 1)
+    assert config.sampling.temperature == 0
+
+
+def test_overrides_reach_the_options_of_the_chosen_plugin() -> None:
+    config = compose_run(
+        ["strategy=prompt_lookup", "drafter.max_ngram=5", "draft_length.max=7", "weights=bnb_nf4", "seed=3"]
+    )
+    assert isinstance(config.drafter, PromptLookupOptions)
+    assert config.drafter.max_ngram == 5
+    assert isinstance(config.draft_length, FixedOptions)
+    assert config.draft_length.max == 7
+    assert (config.weights.name, config.seed) == ("bnb_nf4", 3)
+
+
+def test_a_group_of_a_preset_can_be_exchanged() -> None:
+    config = compose_run(["strategy=specdec", "drafter=prompt_lookup"])
+    assert isinstance(config.drafter, PromptLookupOptions)
+    other = compose_run(["strategy=prompt_lookup", "drafter=draft_model", "drafter.weights=plain"])
+    assert isinstance(other.drafter, DraftModelOptions)
+    assert other.drafter.weights == "plain"
+
+
+def test_the_order_of_overrides_does_not_matter() -> None:
+    one = compose_run(["strategy=prompt_lookup", "draft_length.max=2", "drafter.min_ngram=2"])
+    assert one == compose_run(["drafter.min_ngram=2", "draft_length.max=2", "strategy=prompt_lookup"])
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("threads=2", 2),
+        ("threads=null", None),
+        ("prefill_chunk=16", 16),
+        ("model.draft=some/folder", "some/folder"),
+        ("sampling.temperature=0.5", 0.5),
+        ("measure.repeats=3", 3),
+        ("measure.warmup=0", 0),
+    ],
+)
+def test_values_have_their_types(override: str, expected: object) -> None:
+    value: Any = compose_run([override])
+    for part in override.partition("=")[0].split("."):
+        value = getattr(value, part)
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mentions"),
+    [
+        (["strategy=x"], ["unknown strategy 'x'", *PRESETS]),
+        (["model=x"], ["unknown model 'x'", "bundled"]),
+        (["workload=x"], ["unknown workload 'x'", "embedded", "hf", "jsonl", "random"]),
+        (["weights=x"], ["unknown weights 'x'", "bnb_nf4", "plain"]),
+        (["kv=x"], ["unknown kv 'x'", "dense"]),
+        (["decoding=x"], ["unknown decoding 'x'", "autoregressive", "no_cache", "speculative"]),
+        (["drafter=x"], ["unknown drafter 'x'", "draft_model", "prompt_lookup"]),
+        (["verifier=x"], ["unknown verifier 'x'", "token"]),
+        (["draft_length=x"], ["unknown draft_length 'x'", "fixed"]),
+        (["strategy=baseline", "drafter=x"], ["unknown drafter 'x'", "draft_model", "prompt_lookup"]),
+    ],
+)
+def test_an_unknown_name_lists_the_known_ones(overrides: list[str], mentions: list[str]) -> None:
+    line = refusal(*overrides)
+    for mention in mentions:
+        assert mention in line
+
+
+@pytest.mark.parametrize(
+    ("override", "mentions"),
+    [
+        ("batchsize=1", ["unknown key 'batchsize'", "did you mean 'batch_size'?", "dtype", "workload"]),
+        ("+batchsize=1", ["unknown key 'batchsize'", "batch_size"]),
+        ("model.targt=x", ["unknown key 'model.targt'", "did you mean 'target'?", "draft_revision"]),
+        ("workload.path=x", ["unknown key 'workload.path'", "limit", "max_new_tokens"]),
+        ("drafter.max_ngram=2", ["unknown key 'drafter.max_ngram'", "weights"]),
+        ("+drafter.max_ngram=2", ["unknown key 'drafter.max_ngram'", "weights"]),
+        ("+measure.a.b=2", ["unknown key 'measure.a'", "repeats", "warmup"]),
+    ],
+)
+def test_an_unknown_key_lists_the_known_ones(override: str, mentions: list[str]) -> None:
+    line = refusal(override)
+    for mention in mentions:
+        assert mention in line
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("batch_size=four", "batch_size", "four"),
+        ("batch_size=1.5", "batch_size", "1.5"),
+        ("draft_length.max=many", "draft_length.max", "many"),
+        ("workload.limit=[1]", "workload.limit", "[1]"),
+        ("measure.repeats=null", "measure.repeats", "None"),
+        ("sampling.temperature=hot", "sampling.temperature", "hot"),
+        ("model=null", "", ""),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_named(override: str, key: str, value: str) -> None:
+    line = refusal(override)
+    assert key in line
+    assert value in line or "not" in line
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("batch_size=0", "batch_size=0: expected at least 1"),
+        ("threads=0", "threads=0: expected at least 1"),
+        ("prefill_chunk=0", "prefill_chunk=0: expected at least 1"),
+        ("measure.repeats=0", "measure.repeats=0: expected at least 1"),
+        ("measure.warmup=-1", "measure.warmup=-1: expected at least 0"),
+        ("draft_length.max=0", "draft_length.max=0: expected at least 1"),
+        ("sampling.temperature=-0.5", "sampling.temperature=-0.5: expected a number >= 0"),
+        ("sampling.temperature=nan", "sampling.temperature=nan: expected a number >= 0"),
+        ("sampling.temperature=inf", "sampling.temperature=inf: expected a number >= 0"),
+        ("dtype=int3", "dtype=int3: expected one of auto, bf16, fp16, fp32, fp64"),
+        ("device=tpu", "device=tpu: expected one of auto, cpu, cuda"),
+        ("workload.limit=0", "workload.limit=0"),
+        ("workload.max_new_tokens=0", "workload.max_new_tokens=0"),
+        ("drafter.name=other", "name=other"),
+    ],
+)
+def test_a_value_out_of_range_is_named_with_what_is_allowed(override: str, words: str) -> None:
+    assert words in refusal(override)
+
+
+@pytest.mark.parametrize("part", ["drafter=prompt_lookup", "verifier=token", "draft_length=fixed"])
+@pytest.mark.parametrize("strategy", ["baseline", "no_cache"])
+def test_a_part_that_nothing_would_use_is_refused(strategy: str, part: str) -> None:
+    line = refusal(f"strategy={strategy}", part)
+    assert f"uses no {part.partition('=')[0]}" in line
+
+
+@pytest.mark.parametrize("option", ["draft_length.max=3", "drafter.weights=plain", "verifier.x=1"])
+def test_an_option_of_a_part_that_is_not_there_is_refused(option: str) -> None:
+    group = option.partition(".")[0]
+    assert f"this strategy has no {group}" in refusal("strategy=baseline", option)
+
+
+def test_speculation_without_a_drafter_is_refused() -> None:
+    assert "decoding=speculative needs a drafter" in refusal("strategy=baseline", "decoding=speculative")
+
+
+def test_a_deleted_part_is_named() -> None:
+    assert refusal("~weights") == "'weights' has no value"
+
+
+def test_the_configuration_is_usable_without_hydra() -> None:
+    plain = plugins.default_options("weights", "plain")
+    config = RunConfig(
+        strategy="baseline",
+        workload=plugins.default_options("workload", "random"),
+        weights=plain,
+        kv=plugins.default_options("kv", "dense"),
+        decoding=plugins.default_options("decoding", "autoregressive"),
+    )
+    assert config.weights is plain
+    with pytest.raises(ValueError, match="batch_size=0"):
+        dataclasses.replace(config, batch_size=0)
+    with pytest.raises(ValueError, match="a number >= 0"):
+        dataclasses.replace(config.sampling, temperature=math.inf)

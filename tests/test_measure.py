@@ -1,0 +1,206 @@
+"""Measurement on a simulated clock: every event is known exactly."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import pytest
+from toy_clock import DECODE_S, OVERHEAD_S, PREFILL_S_PER_TOKEN, Clock, SimulatedRunner, spans
+from toy_engine import build_decoder, chain, requests_for
+
+from experiments import metrics
+from experiments.measure import WARMUP_NEW_TOKENS, measure
+from experiments.trace import Trace, timelines
+from specdec.decoding.base import Decoder
+from specdec.types import Request, StepOutput
+
+COUNTING = chain([[0, 1, 0], [0, 0, 1], [1, 0, 0]])  # 0 -> 1 -> 2 -> 0
+PROMPTS = [[0] * 4, [1] * 8, [2] * 16, [0] * 32]
+
+
+class Simulation:
+    """Two or more plain arms over one clock; `runners` by arm."""
+
+    def __init__(self, *arms: str, num_slots: int = 1) -> None:
+        self.clock = Clock()
+        self.runners = {arm: SimulatedRunner(COUNTING, 3, num_slots, self.clock) for arm in arms}
+        self.decoders: dict[str, Decoder] = {
+            arm: build_decoder(runner, num_slots=num_slots) for arm, runner in self.runners.items()
+        }
+
+    def measure(
+        self, blocks: Sequence[Sequence[Request]], *, repeats: int = 1, warmup: int = 0, seed: int = 0
+    ) -> list[Trace]:
+        return measure(self.decoders, blocks, repeats=repeats, warmup=warmup, seed=seed, clock=self.clock)
+
+
+def blocks_of(size: int, new_tokens: int = 3) -> list[list[Request]]:
+    requests = requests_for(PROMPTS, new_tokens)
+    return [requests[start : start + size] for start in range(0, len(requests), size)]
+
+
+def order_of(traces: Sequence[Trace]) -> list[tuple[int, int, str]]:
+    return [(trace.repeat, trace.block, trace.arm) for trace in traces]
+
+
+def test_every_event_is_exact() -> None:
+    (trace,) = Simulation("plain").measure([requests_for([[0] * 4], 3)])
+    read = 4 * PREFILL_S_PER_TOKEN
+    step = DECODE_S + OVERHEAD_S
+    assert (trace.start_s, trace.end_s) == (0.0, read + 2 * step)
+    assert spans(trace.steps) == [(0.0, read), (read, read + step), (read + step, read + 2 * step)]
+    assert spans(trace.passes) == [
+        (0.0, read),
+        (read, read + DECODE_S),
+        (read + step, read + step + DECODE_S),
+    ]
+    (found,) = timelines(trace)
+    assert found.token_ids == (1, 2, 0)
+    assert found.commit_times_s == (read, read + step, read + 2 * step)
+
+
+def test_rows_of_a_block_share_its_steps() -> None:
+    (trace,) = Simulation("plain", num_slots=2).measure([requests_for(PROMPTS[:2], [2, 3])])
+    read = 12 * PREFILL_S_PER_TOKEN
+    step = DECODE_S + OVERHEAD_S
+    first, second = timelines(trace)
+    assert first.commit_times_s == (read, read + step)
+    assert second.commit_times_s == (read, read + step, read + 2 * step)
+
+
+def test_a_block_may_exceed_the_slots() -> None:
+    (trace,) = Simulation("plain").measure([requests_for(PROMPTS[:2], 2)])
+    first, second = timelines(trace)
+    assert first.queued_s == 0.0
+    assert second.queued_s == first.commit_times_s[-1] == 4 * PREFILL_S_PER_TOKEN + DECODE_S + OVERHEAD_S
+
+
+def test_all_arms_decode_a_block_before_the_next_one_begins() -> None:
+    traces = Simulation("a", "b", "c").measure(blocks_of(1), repeats=2)
+    assert len(traces) == 2 * 4 * 3
+    for start in range(0, len(traces), 3):
+        together = order_of(traces[start : start + 3])
+        assert len({(repeat, block) for repeat, block, _ in together}) == 1
+        assert sorted(arm for _, _, arm in together) == ["a", "b", "c"]
+    assert [trace.repeat for trace in traces] == [0] * 12 + [1] * 12
+
+
+def test_the_order_is_shuffled_and_the_seeds() -> None:
+    def order(seed: int) -> list[tuple[int, int, str]]:
+        return order_of(Simulation("a", "b", "c").measure(blocks_of(1, 1), repeats=4, seed=seed))
+
+    first = order(1)
+    assert order(1) == first
+    assert order(2) != first
+    # The seeds are fixed, so that this can't be a false alarm.
+    assert {arm for _, _, arm in first[::3]} == {"a", "b", "c"}
+    assert len({tuple(block for _, block, _ in first[12 * r : 12 * r + 12 : 3]) for r in range(4)}) > 1
+
+
+def test_the_order_does_not_depend_on_how_arms_are_listed() -> None:
+    one = order_of(Simulation("a", "b").measure(blocks_of(1), seed=4))
+    other = order_of(Simulation("b", "a").measure(blocks_of(1), seed=4))
+    assert one == other
+
+
+def test_warm_up_is_unmeasured_and_short() -> None:
+    simulation = Simulation("a", "b")
+    traces = simulation.measure([requests_for([[0] * 4], 40)], warmup=2)
+    assert [trace.arm for trace in sorted(traces, key=lambda trace: trace.arm)] == ["a", "b"]
+    for runner in simulation.runners.values():
+        passes = Counter(verb for verb, _ in runner.passes)
+        assert passes == {"prefill": 3, "decode": 2 * (WARMUP_NEW_TOKENS - 1) + 39}
+    assert all(sum(trace.passes[0].counts) == 4 for trace in traces)
+    assert {len(trace.passes) for trace in traces} == {40}
+    assert min(trace.start_s for trace in traces) > 0
+
+
+def test_warm_up_goes_round_the_blocks() -> None:
+    simulation = Simulation("a")
+    simulation.measure(blocks_of(2), warmup=3)
+    prompts = [len(read[0]) for verb, read in simulation.runners["a"].passes if verb == "prefill"]
+    assert prompts[:6] == [4, 8, 16, 32, 4, 8]
+
+
+def test_a_measured_prompt_is_read_in_full_whatever_was_read_before() -> None:  # M8
+    """The same prompt in the warm-up, twice in the workload, in two repeats: nothing is reused."""
+    requests = requests_for([[0] * 8, [0] * 8], 2)
+    traces = Simulation("a").measure([requests[:1], requests[1:]], repeats=2, warmup=2)
+    assert len(traces) == 4
+    for trace in traces:
+        assert [sum(event.counts) for event in trace.passes if event.phase == "prefill"] == [8]
+        assert timelines(trace)[0].token_ids == (1, 2)
+        assert metrics.latency([trace])["latency/ttft_ms.p50"] == 1000 * 8 * PREFILL_S_PER_TOKEN
+
+
+def test_progress_is_told_outside_the_timed_region() -> None:
+    simulation = Simulation("a", "b")
+    told: list[str] = []
+
+    def on_progress(arm: str) -> None:
+        told.append(arm)
+        simulation.clock.now += 64.0  # a slow terminal
+
+    traces = measure(simulation.decoders, blocks_of(1), on_progress=on_progress, clock=simulation.clock)
+    assert told == [trace.arm for trace in traces]
+    by_block = {trace.block: trace.end_s - trace.start_s for trace in traces}
+    assert by_block == {
+        number: len(prompt) * PREFILL_S_PER_TOKEN + 2 * (DECODE_S + OVERHEAD_S)
+        for number, prompt in enumerate(PROMPTS)
+    }
+
+
+# --- the garbage collector
+
+
+class _Watching(SimulatedRunner):
+    """Notes during each pass whether the collector is on."""
+
+    enabled: set[bool] = set()
+
+    def decode(self, *arguments, **keywords):  # type: ignore[no-untyped-def]
+        self.enabled.add(gc.isenabled())
+        return super().decode(*arguments, **keywords)
+
+
+class _Failing(Decoder):
+    """Fails after its first step, beyond the warm-up."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self.runner = decoder.runner
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[StepOutput]:
+        self._decoder.runner = self.runner
+        yield next(self._decoder.generate(requests))
+        raise RuntimeError("injected")
+
+    def step(self, progress):  # type: ignore[no-untyped-def]
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_the_collector_is_off_while_timed_and_as_it_was_afterwards(was_enabled: bool) -> None:
+    clock = Clock()
+    _Watching.enabled = set()
+    decoder = build_decoder(_Watching(COUNTING, 3, 1, clock), num_slots=1)
+    try:
+        if not was_enabled:
+            gc.disable()
+        measure({"a": decoder}, blocks_of(1), warmup=0, clock=clock)
+        assert gc.isenabled() is was_enabled
+    finally:
+        gc.enable()
+    assert _Watching.enabled == {False}
+    assert gc.get_freeze_count() == 0
+
+
+def test_the_collector_is_on_again_after_a_failure() -> None:
+    simulation = Simulation("a")
+    simulation.decoders["a"] = _Failing(simulation.decoders["a"])
+    with pytest.raises(RuntimeError, match="injected"):
+        simulation.measure(blocks_of(1))
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0

@@ -1,0 +1,127 @@
+"""Speed-ups: paired by (prompt, repeat), geometric, and with an interval that is one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from toy_traces import timeline
+
+from experiments import statistics
+from experiments.statistics import MIN_NEW_TOKENS, Ratio, by_unit
+from experiments.trace import RequestTimeline
+
+
+def steady(
+    gap_s: float, *, request_id: int = 0, repeat: int = 0, tokens: int = 9, ttft_s: float = 1.0
+) -> RequestTimeline:
+    """One token each `gap_s` seconds, the first after `ttft_s`."""
+    times = [ttft_s + gap_s * number for number in range(tokens)]
+    return timeline(times, request_id=request_id, repeat=repeat)
+
+
+def arm(gaps: Sequence[float], repeat: int = 0) -> list[RequestTimeline]:
+    return [steady(gap, request_id=number, repeat=repeat) for number, gap in enumerate(gaps)]
+
+
+def test_decode_speedup_is_the_geometric_mean_of_paired_ratios() -> None:
+    ratio = statistics.decode_speedup(by_unit(arm([0.25, 0.5])), by_unit(arm([0.5, 4.0])))
+    assert ratio is not None
+    # Ratios 2 and 8: their geometric mean is 4, their arithmetic mean 5, the ratio of the sums 6.
+    assert ratio.value == pytest.approx(4.0, rel=1e-15)
+    assert ratio.num_pairs == 2
+
+
+def test_pairs_are_formed_by_prompt_and_repeat_whatever_the_order() -> None:
+    ours = by_unit([*arm([0.25, 0.5], repeat=0), *arm([0.5, 1.0], repeat=1)])
+    theirs = by_unit([*reversed(arm([1.0, 2.0], repeat=1)), *reversed(arm([0.5, 1.0], repeat=0))])
+    ratio = statistics.decode_speedup(ours, theirs)
+    assert ratio == Ratio(2.0, 2.0, 2.0, 4)
+
+
+def test_a_prompt_that_only_one_arm_has_is_left_out() -> None:
+    ratio = statistics.decode_speedup(by_unit(arm([0.25, 0.25, 8.0])), by_unit(arm([0.5, 0.5])))
+    assert ratio == Ratio(2.0, 2.0, 2.0, 2)
+
+
+def test_total_speedup_compares_times_to_the_shorter_length() -> None:
+    ours = by_unit([steady(0.5, tokens=12, ttft_s=2.0)])
+    theirs = by_unit([steady(1.0, tokens=9, ttft_s=1.0)])
+    # To the 9th token: 2 + 8 * 0.5 = 6 s against 1 + 8 * 1 = 9 s; our other three tokens cost nothing here.
+    assert statistics.total_speedup(ours, theirs) == Ratio(pytest.approx(1.5, rel=1e-15), None, None, 1)
+
+
+def test_time_to_a_token_inside_a_block_is_the_blocks() -> None:
+    blocks = by_unit([timeline([1.0, 2.0, 4.0], [1, 5, 5])])
+    single = by_unit([steady(1.0, tokens=8)])
+    # The 8th token: in the block that arrived at 4 s, against 1 + 7 s.
+    assert statistics.total_speedup(blocks, single) == Ratio(pytest.approx(2.0, rel=1e-15), None, None, 1)
+
+
+def test_no_tpot_no_decode_ratio() -> None:
+    at_once = by_unit([timeline([1.0], [9])])
+    assert statistics.decode_speedup(at_once, by_unit([steady(0.5)])) is None
+    assert statistics.total_speedup(at_once, by_unit([steady(0.5)])) is not None
+
+
+@pytest.mark.parametrize(("tokens", "is_excluded"), [(MIN_NEW_TOKENS - 1, True), (MIN_NEW_TOKENS, False)])
+def test_short_answers_are_left_out_with_the_reason(tokens: int, is_excluded: bool) -> None:
+    short, whole = by_unit([steady(0.5, tokens=tokens)]), by_unit([steady(0.5, tokens=20)])
+    for ours, theirs in ((short, whole), (whole, short)):
+        assert (statistics.decode_speedup(ours, theirs) is None) == is_excluded
+        assert (statistics.total_speedup(ours, theirs) is None) == is_excluded
+        reasons = statistics.excluded_units(ours, theirs)
+        assert reasons == ({(0, 0): f"only {tokens} new tokens"} if is_excluded else {})
+
+
+def test_a_loop_in_either_arm_is_left_out_with_the_reason() -> None:  # M9
+    times = [1.0 + number for number in range(30)]
+    loop = by_unit([timeline(times, token_ids=[7] * 30)])
+    fine = by_unit([timeline(times)])
+    assert statistics.excluded_units(fine, loop) == {(0, 0): "ends in a loop"}
+    assert statistics.decode_speedup(loop, fine) is None
+    assert statistics.decode_speedup(fine, loop) is None
+    assert statistics.decode_speedup(fine, fine) is not None
+
+
+def test_a_single_pair_has_no_interval() -> None:
+    assert Ratio.of([2.0]) == Ratio(2.0, None, None, 1)
+    assert Ratio.of([]) is None
+
+
+def test_the_interval_holds_the_value_and_is_the_same_each_time() -> None:
+    ratios = np.exp(np.random.default_rng(5).normal(0.3, 0.2, 40)).tolist()
+    ratio = Ratio.of(ratios)
+    assert ratio is not None
+    assert ratio.ci_low is not None
+    assert ratio.ci_high is not None
+    assert ratio.ci_low < ratio.value < ratio.ci_high
+    assert ratio == Ratio.of(ratios, seed=0)
+    assert ratio != Ratio.of(ratios, seed=1)
+    # A bootstrap of a mean of 40: about the normal interval, 1.96 standard errors each way.
+    half = 1.96 * np.log(ratios).std(ddof=1) / math.sqrt(40)
+    assert math.log(ratio.ci_high / ratio.value) == pytest.approx(half, rel=0.15)
+    assert math.log(ratio.value / ratio.ci_low) == pytest.approx(half, rel=0.15)
+
+
+def test_the_interval_of_the_inverse_is_the_inverse() -> None:
+    """Logs are averaged, so that 2x faster and 2x slower are treated alike."""
+    ratios = [0.5, 1.25, 2.0, 3.0, 0.8]
+    forth, back = Ratio.of(ratios), Ratio.of([1 / ratio for ratio in ratios])
+    assert forth is not None
+    assert back is not None
+    assert forth.ci_low is not None
+    assert back.ci_high is not None
+    assert forth.value * back.value == pytest.approx(1, rel=1e-14)
+    assert forth.ci_low * back.ci_high == pytest.approx(1, rel=1e-12)
+
+
+def test_pairing_is_what_makes_the_interval_narrow() -> None:
+    """Prompts differ 16-fold, the arms by exactly 1.5 on each: the interval must not see the prompts."""
+    gaps = [0.25, 1.0, 4.0, 0.5, 2.0]
+    ratio = statistics.decode_speedup(by_unit(arm(gaps)), by_unit(arm([1.5 * gap for gap in gaps])))
+    assert ratio is not None
+    assert ratio.ci_low == pytest.approx(1.5, rel=1e-12)
+    assert ratio.ci_high == pytest.approx(1.5, rel=1e-12)
