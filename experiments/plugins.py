@@ -13,6 +13,7 @@ import importlib.util
 import pkgutil
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,13 +30,15 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "draft_length": ("specdec.draft_length",),
     "workload": ("experiments.workloads",),
 }
+# Before the name of an external file's module, which may otherwise be that of any library.
+EXTERNAL_PREFIX = "twospeed_plugin_"
 _registry: dict[str, dict[str, type]] = {}
 
 
 def register_all(external: str | None = None) -> None:
     """Register every plug-in's options with Hydra; `external` is one more file.
 
-    Raises ValueError, in one line, for an external file that is missing or is no plug-in.
+    Raises ValueError, in one line, for an external file that is missing, is no plug-in, or takes another's name.
     """
     for group, packages in GROUPS.items():
         for package in packages:
@@ -46,7 +49,11 @@ def register_all(external: str | None = None) -> None:
         group = str(getattr(module, "GROUP", None))
         if group not in GROUPS:
             raise ValueError(f"plugin={external}: GROUP={group!r}, expected one of {', '.join(GROUPS)}")
-        _register(group, Path(external).stem, module)
+        name = Path(external).stem
+        taken = _registry.get(group, {}).get(name)
+        if taken is not None and not taken.__module__.startswith(EXTERNAL_PREFIX):
+            raise ValueError(f"plugin={external}: {group} '{name}' is taken; rename the file")
+        _register(group, name, module)
 
 
 def known(group: str) -> list[str]:
@@ -89,7 +96,7 @@ def _modules(package: str) -> Iterator[ModuleType]:
 def _load_external(path: str) -> ModuleType:
     if not Path(path).is_file():
         raise ValueError(f"plugin={path}: no such file")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    spec = importlib.util.spec_from_file_location(EXTERNAL_PREFIX + Path(path).stem, path)
     if spec is None or spec.loader is None:
         raise ValueError(f"plugin={path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
@@ -122,6 +129,7 @@ def _options_class(module: ModuleType) -> type:
     return found[0]
 
 
+@cache  # registering twice must not make a second class: options of two of them are never equal
 def _named(name: str, options: type) -> type:
     """The options with a field `name`, so that a resolved configuration says which plug-in it belongs to."""
 

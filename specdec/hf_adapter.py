@@ -65,12 +65,16 @@ def check_supported(config: Any, num_tokens: int) -> None:
 class HFAdapter:
     """One Hugging Face decoder as a function of (tokens, layout, store).
 
-    Raises ValueError for a model that `check_supported` refuses.
+    Raises ValueError for a model that `check_supported` refuses, and for one in training mode.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         check_supported(model.config, num_tokens=1)
-        self.model = model.eval()
+        if model.training:
+            raise ValueError(
+                "the model is in training mode, in which dropout is random: call model.eval() first"
+            )
+        self.model = model
         self.vocab_size: int = model.config.vocab_size
 
     @property

@@ -121,6 +121,10 @@ class KVStore(Protocol):
         """Copy the first `length` positions of one slot into another."""
         ...
 
+    def release(self, slot: int) -> None:
+        """The slot is empty; what it holds next is another text."""
+        ...
+
     def live_bytes(self, lengths: Sequence[int]) -> int:
         """Bytes that hold tokens, scales included."""
         ...
@@ -177,9 +181,10 @@ class KVCache:
     def move(self, source: int, destination: int) -> None:
         self.store.move(source, destination, self.lengths[source])
         self.lengths[destination] = self.lengths[source]
-        self.lengths[source] = 0
+        self.release(source)
 
     def release(self, slot: int) -> None:
+        self.store.release(slot)
         self.lengths[slot] = 0
 
     @property

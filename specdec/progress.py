@@ -18,7 +18,10 @@ class StopRule(Protocol):
     """Where an answer ends, apart from its length limit."""
 
     def first_end(self, token_ids: Sequence[int], start: int) -> int | None:
-        """Length at which the text `token_ids` ends, looking at the tokens from index `start` on; or None."""
+        """Length at which the text `token_ids` ends, looking at the tokens from index `start` on; or None.
+
+        Beyond `start` where it is not None: what was emitted before is not taken back.
+        """
         ...
 
 
@@ -64,6 +67,8 @@ class Progress:
     """The rows of a run of requests over `num_slots` slots."""
 
     def __init__(self, requests: Sequence[Request], num_slots: int, stop_rule: StopRule) -> None:
+        if len({request.request_id for request in requests}) < len(requests):
+            raise ValueError("two requests have the same request_id: they would share their random draws")
         self._waiting = deque(requests)
         self._num_slots = num_slots
         self._stop_rule = stop_rule
@@ -112,23 +117,28 @@ class Progress:
         )
 
     def retire(self) -> list[Vacancy]:
-        """Drop finished rows and fill the gaps they leave: what every cache of these rows must do alike."""
+        """Drop finished rows and fill the gaps they leave: what every cache of these rows must do alike, in order."""
         vacancies = []
-        for slot in reversed(range(len(self.rows))):
-            if not self.rows[slot].finished:
-                continue
-            if self._waiting:
+        for slot, row in enumerate(self.rows):
+            if row.finished and self._waiting:
                 self.rows[slot] = self._new_row(slot)
                 vacancies.append(Vacancy(slot))
-                continue
-            last = self.rows.pop()
-            if last.slot == slot:
-                vacancies.append(Vacancy(slot))
+        slot = 0
+        while slot < len(self.rows):
+            if self.rows[-1].finished:
+                vacancies.append(Vacancy(self.rows.pop().slot))
+            elif self.rows[slot].finished:
+                vacancies.append(self._close_gap(slot))
             else:
-                vacancies.append(Vacancy(slot, replacement=last.slot))
-                last.slot = slot
-                self.rows[slot] = last
+                slot += 1
         return vacancies
+
+    def _close_gap(self, slot: int) -> Vacancy:
+        last = self.rows.pop()
+        vacancy = Vacancy(slot, replacement=last.slot)
+        last.slot = slot
+        self.rows[slot] = last
+        return vacancy
 
     def _new_row(self, slot: int) -> Row:
         row = Row(self._waiting.popleft(), slot)

@@ -15,7 +15,6 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-
 # float32 logits up to 1e8 can be divided by it
 SMALLEST_TEMPERATURE = 1e-30
 
@@ -189,4 +188,5 @@ class StepOutput:
 
 
 # Sees a draft law [B] before its token is drawn, and the number of tokens drafted so far: go on, per row?
+# The law of a row that has already stopped is arbitrary, and its answer is not used.
 GoOn = Callable[[Law, int], Sequence[bool]]

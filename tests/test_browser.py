@@ -7,9 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from test_ui import ask, free_port, logged, server
 
 from experiments import tracking
-from tests.test_ui import ask, free_port, logged, server
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 __all__ = ["logged"]  # a fixture

@@ -361,7 +361,9 @@ def test_the_weight_format_is_the_callers_business(model: PreTrainedModel) -> No
         ([1, 2, 3, 9, 1, 2], 0, []),
         ([1, 2, 3, 4], 3, []),  # nothing occurs twice
         ([7], 3, []),
-        ([7, 7], 3, [7]),
+        # a copy that reaches the end goes on with what it copied itself
+        ([7, 7], 3, [7, 7, 7]),
+        ([1, 2, 3, 1, 2, 3, 1], 5, [2, 3, 1, 2, 3]),
         # the longest n-gram wins over a more recent shorter one
         ([5, 6, 7, 1, 2, 7, 3, 5, 6, 7], 2, [1, 2]),
         # of equally long ones the most recent
@@ -378,7 +380,7 @@ def test_prompt_lookup_by_hand(text: list[int], limit: int, draft: list[int]) ->
 def test_prompt_lookup_of_rows_of_unequal_fortune() -> None:
     drafter = PromptLookupDrafter(2, 3, CPU)
     proposal = propose(drafter, rows_of([[1, 2, 3, 1, 2], [1, 2, 3], [4, 5, 4, 4, 5]]), [2, 2, 4])
-    assert drafts(proposal) == [[3, 1], [], [4, 4, 5]]
+    assert drafts(proposal) == [[3, 1], [], [4, 4, 5, 4]]
     assert proposal.laws.ids is not None
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from toy_models import FAMILIES, random_prompts, tiny_model
 
 import specdec
-from tests.toy_models import FAMILIES, random_prompts, tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,7 +19,7 @@ pytestmark = [
 def test_output_is_the_cpus(family: str, num_slots: int) -> None:
     prompts = random_prompts([3, 9, 17])
     expected = specdec.generate(tiny_model(family), prompts, max_new_tokens=20)
-    target, draft = tiny_model(family).cuda(), tiny_model(family, seed=1).cuda()
+    target, draft = tiny_model(family).to("cuda"), tiny_model(family, seed=1).to("cuda")
     for drafter in (None, draft, target, specdec.PromptLookupOptions()):
         answers = specdec.generate(target, prompts, drafter=drafter, max_new_tokens=20, num_slots=num_slots)
         assert answers == expected
@@ -28,5 +28,5 @@ def test_output_is_the_cpus(family: str, num_slots: int) -> None:
 def test_sampled_output_is_the_cpus() -> None:
     prompts = random_prompts([3, 9, 17])
     expected = specdec.generate(tiny_model(), prompts, max_new_tokens=20, temperature=1.0, seed=5)
-    answers = specdec.generate(tiny_model().cuda(), prompts, max_new_tokens=20, temperature=1.0, seed=5)
+    answers = specdec.generate(tiny_model().to("cuda"), prompts, max_new_tokens=20, temperature=1.0, seed=5)
     assert answers == expected

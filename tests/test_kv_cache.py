@@ -28,6 +28,7 @@ class RecordingStore:
         self.shape = SHAPE
         self.commits: list[list[int]] = []
         self.moves: list[tuple[int, int, int]] = []
+        self.released: list[int] = []
 
     def write(self, layer: int, layout: PassLayout, keys: Tensor, values: Tensor) -> None:
         raise AssertionError
@@ -40,6 +41,9 @@ class RecordingStore:
 
     def move(self, source: int, destination: int, length: int) -> None:
         self.moves.append((source, destination, length))
+
+    def release(self, slot: int) -> None:
+        self.released.append(slot)
 
     def live_bytes(self, lengths: Sequence[int]) -> int:
         return 100 * sum(lengths)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -16,14 +18,19 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 VOCAB_SIZE = 61
 CONTEXT_LENGTH = 128
 
-_CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+_CONFIGS: dict[str, Any] = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
 
 
 def tiny_model(
-    family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float64, **overrides
+    family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float64, **overrides: Any
 ) -> PreTrainedModel:
     """A random model with grouped-query attention, wide enough in scale that its greedy texts do not loop at once."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -57,7 +64,7 @@ def greedy_reference(
     model: PreTrainedModel, prompt: list[int], max_new_tokens: int, stop_ids: list[int] | None = None
 ) -> list[int]:
     """transformers' own greedy generate: the new tokens."""
-    output = model.generate(
+    output = model.generate(  # type: ignore[operator]
         torch.tensor([prompt]),
         max_new_tokens=max_new_tokens,
         do_sample=False,

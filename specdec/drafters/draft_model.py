@@ -30,28 +30,26 @@ class DraftModelDrafter(Drafter):
     def propose(
         self, rows: Sequence[Row], limits: Sequence[int], go_on: GoOn, draws: BlockDraws
     ) -> DraftProposal:
-        wanted = [limit > 0 for limit in limits]
-        if not any(wanted):
+        drafting = [limit > 0 for limit in limits]  # rows that may still draw a token
+        if not any(drafting):
             return DraftProposal.nothing(len(rows), self.runner.device)
-        self._prefill_new(rows, wanted)
-        law = self.sampler.law(self._catch_up(rows, wanted))
+        self._prefill_new(rows, drafting)
+        law = self.sampler.law(self._catch_up(rows, drafting))
         lengths = [0] * len(rows)
         token_ids: list[Tensor] = []
         laws: list[Law] = []
         while True:
-            step = len(laws)
-            going = [limit > step and go for limit, go in zip(limits, go_on(law, step), strict=True)]
-            active = [go and length == step for go, length in zip(going, lengths, strict=True)]
-            if not any(active):
+            drafting = [on and go for on, go in zip(drafting, go_on(law, len(laws)), strict=True)]
+            if not any(drafting):
                 break
+            token_ids.append(draws.draft(law, len(laws)))
             laws.append(law)
-            token_ids.append(draws.draft(law, step))
-            lengths = [length + go for length, go in zip(lengths, active, strict=True)]
-            # A pass only for those that may draw again: the last draft token is read when it is accepted.
-            further = [int(go and limit > step + 1) for go, limit in zip(active, limits, strict=True)]
-            if not any(further):
+            lengths = [length + on for length, on in zip(lengths, drafting, strict=True)]
+            # The last draft token of a row is not read here: if it is accepted, the next proposal catches up.
+            drafting = [on and limit > len(laws) for on, limit in zip(drafting, limits, strict=True)]
+            if not any(drafting):
                 break
-            law = self.sampler.law(self.runner.decode(token_ids[-1].unsqueeze(1), further))
+            law = self.sampler.law(self.runner.decode(token_ids[-1].unsqueeze(1), list(map(int, drafting))))
         if not laws:
             return DraftProposal.nothing(len(rows), self.runner.device)
         return DraftProposal(torch.stack(token_ids, 1), tuple(lengths), Law.stack(laws))
@@ -89,7 +87,11 @@ class DraftModelOptions(DrafterOptions):
     weights: str = ""
 
     def build(self, context: DrafterContext) -> DraftModelDrafter:
-        runner = ModelRunner(context.load_draft_model(self.weights), context.num_slots, context.capacity)
+        model = context.load_draft_model(self.weights)
+        try:
+            runner = ModelRunner(model, context.num_slots, context.capacity)
+        except ValueError as error:
+            raise ValueError(f"the draft model can't be used: {error}") from error
         if runner.vocab_size != context.vocab_size:
             raise ValueError(
                 f"the draft model has a vocabulary of {runner.vocab_size} tokens, "

@@ -19,8 +19,9 @@ from specdec.types import DraftProposal, GoOn
 class PromptLookupDrafter(Drafter):
     """Matches the longest of the n-grams `max_ngram..min_ngram` at the end of a row's own text.
 
-    Of several occurrences the most recent one is copied. The draft is certain (a one-hot law), so `go_on`, which
-    looks at laws, is not asked.
+    Of several occurrences the most recent one is copied, and a copy that reaches the end of the text goes on with
+    what it has copied itself (as in LZ77), so that a repeated phrase is drafted at full length. The draft is certain
+    (a one-hot law), so `go_on`, which looks at laws, is not asked.
     """
 
     def __init__(self, min_ngram: int, max_ngram: int, device: torch.device) -> None:
@@ -40,8 +41,13 @@ class PromptLookupDrafter(Drafter):
         for size in range(min(self.max_ngram, len(token_ids) - 1), self.min_ngram - 1, -1):
             start = _last_occurrence(token_ids, size)
             if start is not None:
-                return token_ids[start + size : start + size + limit]
+                return _copy(token_ids, start + size, limit)
         return []
+
+
+def _copy(token_ids: Sequence[int], start: int, count: int) -> list[int]:
+    period = len(token_ids) - start
+    return [token_ids[start + offset % period] for offset in range(count)]
 
 
 def _last_occurrence(token_ids: Sequence[int], size: int) -> int | None:

@@ -43,6 +43,9 @@ class DenseStore:
         for buffer in (self._keys, self._values):
             buffer[:, destination, :, :length] = buffer[:, source, :, :length]
 
+    def release(self, slot: int) -> None:
+        pass  # stale tokens are never seen
+
     def live_bytes(self, lengths: Sequence[int]) -> int:
         shape = self.shape
         per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
