@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+import tempfile
 import traceback
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +27,7 @@ from experiments.tracking import StoreError
 BAD_INPUT_STATUS = 2
 FAILURE_STATUS = 1
 INTERRUPTED_STATUS = 130
+SWEEP_FLAGS = ("-m", "--multirun")
 
 
 class BadInputError(ValueError):
@@ -57,11 +59,12 @@ def run_jobs(job: Job, on_sweep_end: Callable[[Sweep], None], arguments: Sequenc
     one line each, at the end.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise instead of printing and exiting
-    is_sweep = any(argument in ("-m", "--multirun") for argument in arguments)
+    is_sweep = any(argument in SWEEP_FLAGS for argument in arguments)
     sweep = Sweep(uuid.uuid4().hex[:8] if is_sweep else None)
     try:
         plugins.register_all(_plugin_file(arguments))
-        _hydra_main(lambda config: _run_point(job, sweep, config), arguments)
+        run_hydra = _sweep_main if is_sweep else _hydra_main
+        run_hydra(lambda config: _run_point(job, sweep, config), arguments)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         print(f"error: {explain(error)}", file=sys.stderr)
         return BAD_INPUT_STATUS
@@ -116,6 +119,13 @@ def _first_line(error: BaseException) -> str:
     message = lines[0] if lines else type(error).__name__
     key = getattr(error, "full_key", None)
     return f"{key}: {message}" if key and key not in message else message
+
+
+def _sweep_main(run: Callable[[DictConfig], None], arguments: Sequence[str]) -> None:
+    # Hydra insists on writing a multirun.yaml, and wants its flag beside no more than one group of overrides.
+    rest = [argument for argument in arguments if argument not in SWEEP_FLAGS]
+    with tempfile.TemporaryDirectory() as folder:
+        _hydra_main(run, ["-m", *rest, f"hydra.sweep.dir='{folder}'"])
 
 
 def _hydra_main(run: Callable[[DictConfig], None], arguments: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import pkgutil
 import sys
 from collections.abc import Iterator
@@ -119,6 +120,7 @@ def _options_class(module: ModuleType) -> type:
         if isinstance(value, type)
         and dataclasses.is_dataclass(value)
         and value.__module__ == module.__name__
+        and not inspect.isabstract(value)
         and (hasattr(value, "build") or hasattr(value, "load") or hasattr(value, "convert"))
     ]
     if len(found) != 1:

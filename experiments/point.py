@@ -195,9 +195,9 @@ def measure_point(
         decoders = {arm.name: build_decoder(arm, point.pool, _settings(point)) for arm in point.arms.distinct}
     except ValueError as error:
         raise UnfitPartsError(str(error)) from error
-    footprints = {arm: _footprint(decoder) for arm, decoder in decoders.items()}
+    runners = {arm: _runners(decoder) for arm, decoder in decoders.items()}
     loaded_s = time.perf_counter()
-    on_loaded(footprints)
+    on_loaded({arm: _footprint(*found) for arm, found in runners.items()})
     traces = measure(
         decoders,
         point.blocks,
@@ -207,6 +207,8 @@ def measure_point(
         on_progress=on_progress,
     )
     measured_s = time.perf_counter()
+    # Again: some formats store their weights otherwise from the first forward on.
+    footprints = {arm: _footprint(*found) for arm, found in runners.items()}
     comparisons = _compare(point, traces)
     seconds = {
         "load": loaded_s - started_s,
@@ -266,12 +268,15 @@ def _answers(trace: Trace) -> dict[int, tuple[int, ...]]:
     return {timeline.request_id: timeline.token_ids for timeline in timelines(trace)}
 
 
-def _footprint(decoder: Decoder) -> Footprint:
-    """Of a decoder whose parts are not wrapped yet."""
-    drafter = getattr(decoder, "drafter", None)
-    draft_runner = getattr(drafter, "runner", None)
-    runners: list[Any] = [runner for runner in (decoder.runner, draft_runner) if runner is not None]
-    target = runners[0]
+def _runners(decoder: Decoder) -> list[Any]:
+    """The target's runner, and the draft model's where there is one; of a decoder whose parts are not wrapped yet."""
+    draft_runner = getattr(getattr(decoder, "drafter", None), "runner", None)
+    return [runner for runner in (decoder.runner, draft_runner) if runner is not None]
+
+
+def _footprint(target: Any, *drafts: Any) -> Footprint:
+    """Of an arm's runners."""
+    runners = (target, *drafts)
     return Footprint(
         weights_bytes=sum(stored_bytes(model) for model in {id(r.model): r.model for r in runners}.values()),
         weights_read_bytes=read_bytes_per_pass(target.model),

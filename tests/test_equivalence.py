@@ -243,6 +243,24 @@ def test_two_tokens_further_apart_than_rounding_are_no_tie() -> None:
     assert found.rounding == pytest.approx(0.4)
 
 
+def test_a_wrong_token_at_a_real_tie_is_a_fault_where_no_pass_says_so() -> None:
+    """The two tokens are within rounding, but the verify pass itself says SINGLE: someone else wrote WIDE."""
+
+    def make_runner() -> WidthRunner:
+        return WidthRunner(counting_with_a_tie(1e-3), 1, 0.0, 2e-3)
+
+    strategy = build_decoder(
+        make_runner(),
+        num_slots=1,
+        drafter=toy_drafter(counting_with_a_tie(-1e-3), VOCAB_SIZE, 1),
+        verifier=AcceptsAll(),
+    )
+    (found,) = graded(strategy, make_runner, requests_for([PROMPT], 12))
+    assert (found.token_id, found.twin_token_id) == (WIDE, SINGLE)
+    assert (found.margin, found.rounding) == (pytest.approx(1e-3), pytest.approx(2e-3))
+    assert found.grade == DIVERGED
+
+
 def test_a_tie_is_a_near_tie_without_the_cache_too() -> None:
     def make_runner() -> WidthRunner:
         return WidthRunner(counting_with_a_tie(1e-3), 1, 0.0, 2e-3)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pytest
+from torch import Tensor
 from toy_clock import DECODE_S, OVERHEAD_S, PREFILL_S_PER_TOKEN, Clock, SimulatedRunner, spans
 from toy_engine import build_decoder, chain, requests_for
 
@@ -14,6 +15,7 @@ from experiments import metrics
 from experiments.measure import WARMUP_NEW_TOKENS, measure
 from experiments.trace import Trace, timelines
 from specdec.decoding.base import Decoder
+from specdec.progress import Progress
 from specdec.types import Request, StepOutput
 
 COUNTING = chain([[0, 1, 0], [0, 0, 1], [1, 0, 0]])  # 0 -> 1 -> 2 -> 0
@@ -59,6 +61,23 @@ def test_every_event_is_exact() -> None:
     (found,) = timelines(trace)
     assert found.token_ids == (1, 2, 0)
     assert found.commit_times_s == (read, read + step, read + 2 * step)
+
+
+def test_no_time_falls_between_steps() -> None:
+    """Also where looking at the clock takes a while: what a request waits for is all in its gaps."""
+    simulation = Simulation("plain")
+
+    def slow_clock() -> float:
+        simulation.clock.now += 1 / 1024
+        return simulation.clock.now
+
+    (trace,) = measure(simulation.decoders, [requests_for([[0] * 4], 5)], warmup=0, seed=0, clock=slow_clock)
+    assert trace.steps[0].start_s == trace.start_s
+    assert [step.start_s for step in trace.steps[1:]] == [step.end_s for step in trace.steps[:-1]]
+    (found,) = timelines(trace)
+    request = metrics.request_metrics(found)
+    assert request.ttft_ms + sum(request.itl_ms) == request.total_ms
+    assert request.total_ms == 1000 * (trace.steps[-1].end_s - trace.start_s)
 
 
 def test_rows_of_a_block_share_its_steps() -> None:
@@ -160,9 +179,9 @@ class _Watching(SimulatedRunner):
 
     enabled: set[bool] = set()
 
-    def decode(self, *arguments, **keywords):  # type: ignore[no-untyped-def]
+    def decode(self, token_ids: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         self.enabled.add(gc.isenabled())
-        return super().decode(*arguments, **keywords)
+        return super().decode(token_ids, counts)
 
 
 class _Failing(Decoder):
@@ -177,7 +196,7 @@ class _Failing(Decoder):
         yield next(self._decoder.generate(requests))
         raise RuntimeError("injected")
 
-    def step(self, progress):  # type: ignore[no-untyped-def]
+    def step(self, progress: Progress) -> StepOutput:
         raise NotImplementedError
 
 

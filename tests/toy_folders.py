@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -22,12 +23,12 @@ def words(token_ids: Sequence[int], prefix: str = "w") -> str:
 def save_tokenizer(folder: Path, vocab_size: int = VOCAB_SIZE, prefix: str = "w") -> None:
     vocabulary = {f"{prefix}{token}": token for token in range(vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=f"{prefix}0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     eos = f"{prefix}{vocab_size - 1}"
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos).save_pretrained(folder)
 
 
-def save_model(folder: Path, *, seed: int = 0, **overrides) -> Path:
+def save_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
     """A tiny Llama in float32 that ends its texts with the vocabulary's last token."""
     sizes = {"eos_token_id": EOS_ID, **overrides}
     tiny_model("llama", seed=seed, dtype=torch.float32, **sizes).save_pretrained(folder)

@@ -1,0 +1,117 @@
+"""Bytes as stored, against formulas worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from toy_models import VOCAB_SIZE, tiny_model
+
+from quant.footprint import quantized_share, read_bytes_per_pass, stored_bytes
+from quant.weights.bnb_nf4 import BnbNf4Weights
+
+HIDDEN, INTERMEDIATE, LAYERS, BLOCK = 64, 64, 2, 64
+# As in toy_models, with hidden 64: 4 heads and 2 KV heads of 16.
+LINEAR_PARAMETERS = LAYERS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * (HIDDEN // 2) + 3 * HIDDEN * INTERMEDIATE)
+NORM_PARAMETERS = (2 * LAYERS + 1) * HIDDEN
+TABLE_PARAMETERS = VOCAB_SIZE * HIDDEN
+
+
+def model_of(*, tied: bool, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    return tiny_model(
+        hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, tie_word_embeddings=tied, dtype=dtype
+    )
+
+
+def buffer_bytes(model: nn.Module) -> int:
+    return sum(
+        {b.untyped_storage().data_ptr(): b.untyped_storage().nbytes() for b in model.buffers()}.values()
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_plain_bytes_are_parameters_times_width(dtype: torch.dtype) -> None:
+    model = model_of(tied=False, dtype=dtype)
+    parameters = LINEAR_PARAMETERS + NORM_PARAMETERS + 2 * TABLE_PARAMETERS
+    assert stored_bytes(model) == parameters * dtype.itemsize + buffer_bytes(model)
+
+
+def test_a_tied_head_counts_once() -> None:
+    tied, untied = model_of(tied=True), model_of(tied=False)
+    assert stored_bytes(untied) - stored_bytes(tied) == 2 * TABLE_PARAMETERS
+
+
+def test_a_view_counts_its_storage_once() -> None:
+    module = nn.Module()
+    whole = torch.zeros(10, 4)
+    module.register_buffer("whole", whole)
+    module.register_buffer("part", whole[2:5])
+    module.register_buffer("other", torch.zeros(3))
+    assert stored_bytes(module) == 160 + 12
+
+
+def test_a_pass_reads_one_row_of_an_embedding_that_is_not_the_head() -> None:
+    untied, tied = model_of(tied=False), model_of(tied=True)
+    assert stored_bytes(untied) - read_bytes_per_pass(untied) == 2 * (VOCAB_SIZE - 1) * HIDDEN
+    assert read_bytes_per_pass(tied) == stored_bytes(tied)
+    # The same pass: the head once, and one row of the table where it is a second one.
+    assert read_bytes_per_pass(untied) - read_bytes_per_pass(tied) == 2 * HIDDEN
+
+
+def test_nothing_is_quantized_in_a_plain_model() -> None:
+    assert quantized_share(model_of(tied=True)) == 0
+    assert quantized_share(nn.Module()) == 0
+
+
+# --- NF4: half a byte a weight, and a doubly quantized absmax per block
+
+
+def nf4_bytes(outputs: int, inputs: int) -> int:
+    """Codes, one byte per block of 64, a float32 per 256 blocks and an offset, and tables of 256 and 16 values."""
+    blocks = outputs * inputs // BLOCK
+    return outputs * inputs // 2 + blocks + 4 * math.ceil(blocks / 256) + 4 + 4 * 256 + 4 * 16
+
+
+def test_one_nf4_layer_is_codes_scales_and_tables() -> None:
+    model = nn.Sequential(nn.Linear(128, 64, bias=False, dtype=torch.bfloat16))
+    BnbNf4Weights().convert(model)  # type: ignore[arg-type]
+    assert stored_bytes(model) == nf4_bytes(64, 128)
+
+
+def test_an_nf4_bias_stays_as_it_is() -> None:
+    model = nn.Sequential(nn.Linear(128, 64, bias=True, dtype=torch.bfloat16))
+    BnbNf4Weights().convert(model)  # type: ignore[arg-type]
+    assert stored_bytes(model) == nf4_bytes(64, 128) + 64 * 2
+    assert quantized_share(model) == 128 * 64 / (128 * 64 + 64)
+
+
+def test_a_whole_nf4_model() -> None:
+    plain = model_of(tied=True)
+    buffers = buffer_bytes(plain)
+    quantized = BnbNf4Weights().convert(model_of(tied=True))  # type: ignore[arg-type]
+    # q, o, gate, up, down; k, v
+    linears = LAYERS * (5 * nf4_bytes(HIDDEN, HIDDEN) + 2 * nf4_bytes(HIDDEN // 2, HIDDEN))
+    assert stored_bytes(quantized) == linears + 2 * (NORM_PARAMETERS + TABLE_PARAMETERS) + buffers
+    total = LINEAR_PARAMETERS + NORM_PARAMETERS + TABLE_PARAMETERS
+    assert quantized_share(quantized) == LINEAR_PARAMETERS / total
+
+
+def test_scales_are_counted_and_the_linear_part_is_below_0_4() -> None:  # Q3
+    """4 bits and an eighth for the scales, of 16, where the sizes are not drowned in tables."""
+    layers = nn.Sequential(*[nn.Linear(512, 512, bias=False, dtype=torch.bfloat16) for _ in range(2)])
+    before = stored_bytes(layers)
+    BnbNf4Weights().convert(layers)  # type: ignore[arg-type]
+    assert 4.125 / 16 < stored_bytes(layers) / before < 0.4
+
+
+def test_a_forward_does_not_lose_bytes() -> None:
+    """bitsandbytes repacks the weight and moves its scales at the first product on CPU."""
+    layers = nn.Sequential(nn.Linear(128, 64, bias=False, dtype=torch.bfloat16))
+    BnbNf4Weights().convert(layers)  # type: ignore[arg-type]
+    with torch.no_grad():
+        layers(torch.zeros(1, 128, dtype=torch.bfloat16))
+    # Codes, one or two bytes for each block's absmax, and some tables.
+    assert 128 * 64 // 2 + 128 * 64 // BLOCK <= stored_bytes(layers) <= nf4_bytes(64, 128) + 128 * 64 // BLOCK
+    assert quantized_share(layers) == 1

@@ -1,0 +1,168 @@
+"""Models and tokenizers by name: loaded once, checked before any weight is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toy_folders import EOS_ID, save_model, save_tokenizer
+from toy_models import VOCAB_SIZE
+
+from experiments import models, plugins
+from experiments.config import ModelConfig
+from experiments.models import ModelPool, ModelSource, resolve_device, resolve_dtype
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> None:
+    plugins.register_all()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    save_model(folder / "target")
+    save_model(folder / "draft", seed=1)
+    return folder
+
+
+def pool_of(root: Path, draft: str | None = None, dtype: torch.dtype = torch.float32) -> ModelPool:
+    config = ModelConfig(str(root / "target"), draft=None if draft is None else str(root / draft))
+    return ModelPool(config, dtype, CPU)
+
+
+def options(name: str) -> Any:
+    return plugins.default_options("weights", name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_target_has_the_runs_dtype(root: Path, dtype: torch.dtype) -> None:
+    model = pool_of(root, dtype=dtype).target(options("plain"))
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert not model.training
+    assert model.device == CPU
+
+
+def test_each_model_is_loaded_once_per_format(root: Path) -> None:
+    pool = pool_of(root, draft="draft")
+    assert pool.target(options("plain")) is pool.target(options("plain"))
+    assert pool.draft("plain") is pool.draft("")
+    assert pool.draft("plain") is not pool.target(options("plain"))
+
+
+def test_a_target_that_drafts_for_itself_in_its_own_format_is_one_model(root: Path) -> None:
+    pool = pool_of(root)
+    assert pool.draft("plain") is pool.target(options("plain"))
+
+
+def test_a_self_draft_is_quantized_by_default_and_a_draft_model_is_not(root: Path) -> None:
+    assert pool_of(root).default_draft_weights == "bnb_nf4"
+    assert pool_of(root, draft="draft").default_draft_weights == "plain"
+
+
+def test_a_format_that_cannot_hold_the_model_names_the_setting(root: Path) -> None:
+    pool = pool_of(root)
+    with pytest.raises(ValueError, match=r"^weights=bnb_nf4: layer "):
+        pool.target(options("bnb_nf4"))
+    with pytest.raises(ValueError, match=r"^drafter.weights=bnb_nf4: layer "):
+        pool.draft("")
+    with pytest.raises(ValueError, match="unknown weights 'int5'; known: bnb_nf4, plain"):
+        pool.draft("int5")
+
+
+def test_configurations_are_known_before_weights_are_read(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object, **keywords: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", refuse)
+    pool = pool_of(root, draft="draft")
+    assert pool.target_config.vocab_size == VOCAB_SIZE
+    assert set(pool.configs) == {f"model.target={root / 'target'}", f"model.draft={root / 'draft'}"}
+    assert pool.tokenizer.eos_token_id == EOS_ID
+    assert pool.revision is None
+
+
+def test_a_draft_of_another_vocabulary_names_the_first_difference(root: Path) -> None:
+    save_tokenizer(save_model(root / "words"), prefix="v")
+    with pytest.raises(
+        ValueError, match="another vocabulary than the target: token 'v0' is 0 there, None here"
+    ):
+        pool_of(root, draft="words")
+
+
+def test_a_draft_of_another_width_names_both(root: Path) -> None:
+    save_model(root / "narrow", vocab_size=37, eos_token_id=36)
+    with pytest.raises(ValueError, match="a vocabulary of 37 tokens, the target one of 61"):
+        pool_of(root, draft="narrow")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("empty", "the folder holds no model"),
+        ("no/such/folder", "no such folder, and not a Hugging Face id"),
+        ("with blank", "no such folder, and not a Hugging Face id"),
+        ("broken", "can't be loaded"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=words) as caught:
+        ModelSource("model.draft", name, None).config()
+    assert str(caught.value).startswith(f"model.draft={name}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_with_code_of_its_own_is_refused(root: Path) -> None:
+    import json
+
+    save_model(root / "remote")
+    file = root / "remote" / "config.json"
+    config = json.loads(file.read_text())
+    config["model_type"] = "not_known_here"
+    config["auto_map"] = {"AutoConfig": "code.Config"}
+    file.write_text(json.dumps(config))
+    (root / "remote" / "code.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(ValueError, match="can't be loaded"):
+        ModelSource("model.target", str(root / "remote"), None).config()
+
+
+def test_pickled_weights_are_refused(root: Path) -> None:
+    save_model(root / "pickled")
+    (weights,) = (root / "pickled").glob("*.safetensors")
+    weights.unlink()
+    torch.save({}, root / "pickled" / "pytorch_model.bin")
+    source = ModelSource("model.target", str(root / "pickled"), None)
+    with pytest.raises(ValueError, match="can't be loaded"):
+        source.model(torch.float32, CPU)
+
+
+def test_auto_is_resolved_to_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == resolve_device("cpu") == CPU
+    with pytest.raises(ValueError, match="device=cuda: this torch sees no CUDA device"):
+        resolve_device("cuda")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    for native, expected in ((True, "bf16"), (False, "fp32")):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda native=native: native)
+        assert resolve_dtype("auto", CPU) == expected
+    assert resolve_dtype("fp64", CPU) == "fp64"
+
+
+def test_every_dtype_of_the_configuration_is_one_of_torch() -> None:
+    from experiments.config import DTYPES
+
+    for name in DTYPES:
+        if name != "auto":
+            assert models.torch_dtype(name).is_floating_point

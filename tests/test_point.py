@@ -1,0 +1,201 @@
+"""One point: what is checked before weights are read, hashes, and what a result derives from its traces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from toy_folders import EOS_ID, repeating_prompts, save_model, save_prompts
+
+from experiments.config import compose_run
+from experiments.point import MIB, PointResult, PreparedPoint, UnfitPartsError, measure_point, prepare
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LENGTHS = (3, 6, 5)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("point")
+    save_model(folder / "target")
+    save_model(folder / "wide", hidden_size=64, intermediate_size=64, tie_word_embeddings=True)
+    save_prompts(folder / "prompts.jsonl", repeating_prompts(LENGTHS))
+    return folder
+
+
+def point(root: Path, *overrides: str, model: str = "target") -> PreparedPoint:
+    base = [
+        "strategy=prompt_lookup",
+        f"model.target={root / model}",
+        "workload=jsonl",
+        f"workload.path={root / 'prompts.jsonl'}",
+        "workload.max_new_tokens=16",
+        "dtype=fp32",
+        "threads=1",
+    ]
+    given = {override.partition("=")[0] for override in overrides}
+    return prepare(compose_run([*(one for one in base if one.partition("=")[0] not in given), *overrides]))
+
+
+# --- preparing
+
+
+def test_requests_are_the_prompts_in_order(root: Path) -> None:
+    found = point(root)
+    assert [request.request_id for request in found.requests] == [0, 1, 2]
+    assert [list(request.prompt_ids) for request in found.requests] == repeating_prompts(LENGTHS)
+    assert {request.max_new_tokens for request in found.requests} == {16}
+    assert found.capacity == 12 + 16
+    assert found.tokenize_ms > 0
+
+
+@pytest.mark.parametrize(("batch_size", "sizes"), [(1, [1, 1, 1]), (2, [2, 1]), (3, [3]), (8, [3])])
+def test_blocks_are_what_is_decoded_together(root: Path, batch_size: int, sizes: list[int]) -> None:
+    found = point(root, f"batch_size={batch_size}", "measure.repeats=2")
+    assert [len(block) for block in found.blocks] == sizes
+    assert [request for block in found.blocks for request in block] == list(found.requests)
+    assert found.num_block_runs == 2 * 2 * len(sizes)
+
+
+def test_every_auto_is_resolved(root: Path) -> None:
+    config = point(root, "strategy=specdec", "dtype=auto", "threads=null", "device=auto").config
+    assert config.dtype in ("bf16", "fp32")
+    assert config.device in ("cpu", "cuda")
+    assert config.threads is not None
+    assert config.threads >= 1
+    assert config.drafter.weights == "bnb_nf4"
+
+
+def test_hashes_are_stable(root: Path) -> None:
+    assert point(root).config_hash == point(root).config_hash
+    assert point(root).workload_hash == point(root).workload_hash
+    assert len(point(root).config_hash) == 16
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["seed=1", "draft_length.max=3", "drafter.max_ngram=2", "dtype=fp64", "threads=2", "batch_size=2"],
+)
+def test_any_setting_changes_the_configuration_hash_alone(root: Path, override: str) -> None:
+    assert point(root, override).config_hash != point(root).config_hash
+    assert point(root, override).workload_hash == point(root).workload_hash
+
+
+def test_auto_hashes_as_what_it_resolves_to(root: Path) -> None:
+    resolved = point(root, "dtype=auto").config.dtype
+    assert point(root, "dtype=auto").config_hash == point(root, f"dtype={resolved}").config_hash
+
+
+@pytest.mark.parametrize("override", ["workload.limit=2", "workload.max_new_tokens=15"])
+def test_prompts_and_limits_change_the_workload_hash(root: Path, override: str) -> None:
+    assert point(root, override).workload_hash != point(root).workload_hash
+
+
+def test_the_longest_text_must_fit(root: Path) -> None:
+    assert point(root, "workload.max_new_tokens=116").capacity == 128
+    with pytest.raises(ValueError, match=r"prompt 2: 12 tokens \+ 117 new ones: 129 tokens exceed"):
+        point(root, "workload.max_new_tokens=117")
+
+
+def test_parts_that_turn_out_not_to_fit_are_one_line(root: Path) -> None:
+    with pytest.raises(UnfitPartsError, match="weights=bnb_nf4: layer"):
+        measure_point(point(root, "weights=bnb_nf4"))
+
+
+# --- measuring
+
+
+@pytest.fixture(scope="module")
+def result(root: Path, one_thread: None) -> PointResult:
+    """Quantized speculation on the wide model: three arms."""
+    return measure_point(point(root, "weights=bnb_nf4", "dtype=bf16", "batch_size=2", model="wide"))
+
+
+def test_all_arms_decode_every_block(result: PointResult) -> None:
+    arms = result.point.arms
+    assert [arm.name for arm in arms.distinct] == ["prompt_lookup", "twin", "plain"]
+    for arm in arms.distinct:
+        assert sorted(trace.block for trace in result.traces_of(arm)) == [0, 1]
+        assert sorted(result.timelines_of(arm)) == [(0, 0), (1, 0), (2, 0)]
+
+
+def test_the_strategy_is_graded_against_its_twin(result: PointResult) -> None:
+    assert len(result.comparisons) == 3
+    assert result.equivalence in ("exact", "near_tie")
+    assert not result.lossless  # 4-bit weights: whatever the grades are
+
+
+def test_metrics_are_the_strategys_own(result: PointResult) -> None:
+    metrics = result.metrics
+    assert metrics["memory/quantized_share"] > 0.8
+    assert result.metrics_of(result.point.arms.plain)["memory/quantized_share"] == 0
+    assert metrics["memory/weights_mib"] < result.metrics_of(result.point.arms.plain)["memory/weights_mib"]
+    for name in ("decode_vs_plain", "decode_vs_twin", "total_vs_plain", "total_vs_twin"):
+        assert (f"speedup/{name}" in metrics) == (result.speedups[name] is not None)
+
+
+def test_cache_bytes_are_those_of_the_most_tokens_held(result: PointResult) -> None:
+    # 2 layers, keys and values, 2 heads of 16 in bf16.
+    per_token = 2 * 2 * 2 * 16 * 2
+    metrics = result.metrics
+    most = max(
+        event.kv_tokens for trace in result.traces_of(result.point.arms.strategy) for event in trace.passes
+    )
+    assert metrics["memory/kv_bytes_per_token"] == per_token
+    assert metrics["memory/kv_mib"] == most * per_token / MIB
+    # two slots of 28 tokens and one spare
+    assert metrics["memory/kv_allocated_mib"] == 2 * (12 + 16 + 1) * per_token / MIB
+
+
+def test_memory_is_what_is_stored_while_measuring(result: PointResult) -> None:
+    """bitsandbytes stores a layer's scales otherwise from its first forward on."""
+    from quant.footprint import stored_bytes
+
+    arms = result.point.arms
+    model = result.point.pool.target(arms.strategy.weights)
+    assert result.footprints[arms.strategy.name].weights_bytes == stored_bytes(model)
+
+
+def test_a_baseline_compares_with_nothing(root: Path) -> None:
+    found = measure_point(point(root, "strategy=baseline", "workload.limit=1", "measure.warmup=0"))
+    assert (found.comparisons, found.equivalence, found.speedups) == ([], "n/a", {})
+    assert not [name for name in found.metrics if name.startswith(("speedup/", "quality/", "spec/"))]
+    assert found.lossless
+
+
+def test_sampling_is_not_compared_token_for_token(root: Path) -> None:
+    found = measure_point(point(root, "sampling.temperature=1", "workload.limit=1", "measure.warmup=0"))
+    assert (found.comparisons, found.equivalence) == ([], "n/a")
+    assert "quality/exact_match_pct" not in found.metrics
+
+
+def test_an_answer_ends_with_the_models_end_of_text(root: Path) -> None:
+    found = measure_point(
+        point(root, "strategy=baseline", "sampling.temperature=3", "workload.max_new_tokens=100")
+    )
+    answers = [one.token_ids for one in found.timelines_of(found.point.arms.strategy).values()]
+    # At this temperature a token is the end with a probability of about 1 / 61; the seed is fixed.
+    assert any(answer[-1] == EOS_ID for answer in answers)
+    for answer in answers:
+        assert EOS_ID not in answer[:-1]
+        assert answer[-1] == EOS_ID or len(answer) == 100
+
+
+def test_callbacks_see_sizes_first_and_then_every_block(root: Path) -> None:
+    seen: list[object] = []
+    ready = point(root, "workload.limit=2", "measure.warmup=0")
+    measure_point(ready, on_loaded=lambda sizes: seen.append(sorted(sizes)), on_progress=seen.append)
+    assert seen[0] == ["prompt_lookup", "reference"]
+    assert len(seen) == 1 + ready.num_block_runs
+    assert set(seen[1:]) == {"prompt_lookup", "reference"}
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    """A point sets torch's threads for its process."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

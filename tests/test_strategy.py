@@ -1,0 +1,91 @@
+"""A strategy's two references: which arm is which, and when two of them are one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from experiments import plugins
+from experiments.config import compose_run
+from experiments.strategy import Arms, arms_of
+
+
+def arms(*overrides: str) -> Arms:
+    return arms_of(compose_run(overrides))
+
+
+def names(found: Arms) -> tuple[str, str, str]:
+    return found.strategy.name, found.twin.name, found.plain.name
+
+
+def test_a_baseline_is_its_own_reference() -> None:
+    found = arms("strategy=baseline")
+    assert names(found) == ("baseline", "baseline", "baseline")
+    assert found.distinct == [found.strategy]
+
+
+@pytest.mark.parametrize("strategy", ["no_cache", "specdec", "prompt_lookup"])
+def test_over_plain_weights_twin_and_plain_are_one_reference(strategy: str) -> None:
+    found = arms(f"strategy={strategy}")
+    assert names(found) == (strategy, "reference", "reference")
+    assert len(found.distinct) == 2
+    assert found.twin.decoding.name == "autoregressive"
+    assert (found.twin.drafter, found.twin.verifier, found.twin.draft_length) == (None, None, None)
+
+
+def test_quantized_decoding_is_its_own_twin_but_not_plain() -> None:
+    found = arms("strategy=baseline", "weights=bnb_nf4")
+    assert names(found) == ("baseline", "baseline", "plain")
+    assert (found.strategy.weights.name, found.plain.weights.name) == ("bnb_nf4", "plain")
+
+
+def test_quantized_speculation_has_two_references() -> None:
+    found = arms("strategy=prompt_lookup", "weights=bnb_nf4")
+    assert names(found) == ("prompt_lookup", "twin", "plain")
+    assert [arm.weights.name for arm in found.distinct] == ["bnb_nf4", "bnb_nf4", "plain"]
+    assert found.twin.decoding == found.plain.decoding
+    assert len(found.distinct) == 3
+
+
+def test_a_preset_that_was_overridden_is_judged_by_its_parts() -> None:
+    assert names(arms("strategy=no_cache", "decoding=autoregressive")) == ("no_cache",) * 3
+
+
+def test_a_configuration_outlives_the_next_one() -> None:
+    """Composing again must not make the first configuration's parts differ from their own kind."""
+    first = compose_run(["strategy=baseline"])
+    plugins.register_all()
+    compose_run(["strategy=specdec"])
+    assert len(arms_of(first).distinct) == 1
+
+
+def test_arms_are_told_apart_by_any_option() -> None:
+    found = arms("strategy=prompt_lookup").strategy
+    assert found.same_parts(dataclasses.replace(found, name="other"))
+    longer = arms("strategy=prompt_lookup", "draft_length.max=5").strategy
+    assert not found.same_parts(longer)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lossless"),
+    [
+        (["strategy=baseline"], True),
+        (["strategy=no_cache"], True),
+        (["strategy=specdec"], True),
+        (["strategy=specdec", "drafter.weights=bnb_nf4"], True),
+        (["strategy=baseline", "weights=bnb_nf4"], False),
+        (["strategy=prompt_lookup", "weights=bnb_nf4"], False),
+    ],
+)
+def test_lossless_is_what_the_parts_declare(overrides: list[str], lossless: bool) -> None:
+    assert arms(*overrides).strategy.declares_lossless is lossless
+
+
+def test_a_verifier_that_declares_nothing_is_not_lossless() -> None:
+    found = arms("strategy=specdec").strategy
+
+    class Hopeful(type(found.verifier)):  # type: ignore[misc]
+        lossless = False
+
+    assert not dataclasses.replace(found, verifier=Hopeful()).declares_lossless
