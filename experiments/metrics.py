@@ -93,8 +93,8 @@ def speculation(traces: Sequence[Trace]) -> dict[str, float]:
     """`spec/...`; empty for traces without a verify pass.
 
     `acceptance_rate` is a ratio of sums. `accept_pos_<i>` is the share of steps that drafted at least i tokens in
-    which the i-th was accepted. The three times of a step (draft, verify, overhead) are each measured, overhead as
-    what the step took beyond the two.
+    which the i-th was accepted. Draft and verify times are measured as such; overhead is what a step took
+    beyond the two, which lie within it.
     """
     steps = [step for step in _decode_steps(traces) if step.output.phase == "verify"]
     if not steps:

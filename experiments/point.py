@@ -16,8 +16,9 @@ from experiments import equivalence, plugins, statistics
 from experiments.config import RunConfig
 from experiments.environment import default_threads
 from experiments.equivalence import Comparison
+from experiments.load import ForeignLoad, LoadMeter
 from experiments.measure import measure
-from experiments.metrics import arm_metrics
+from experiments.metrics import TARGET_PHASES, arm_metrics
 from experiments.models import ModelPool, resolve_device, resolve_dtype, torch_dtype
 from experiments.statistics import Ratio, Unit
 from experiments.strategy import Arm, Arms, EngineSettings, arms_of, build_decoder, build_parts
@@ -109,12 +110,14 @@ def prepare(config: RunConfig) -> PreparedPoint:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one arm. `weights_bytes` and `kv_allocated_bytes` include a draft model's."""
+    """Bytes of one arm. `weights_bytes` and `kv_allocated_bytes` include a draft model's; the cache's
+    bytes per token are the target's and the draft model's apart."""
 
     weights_bytes: int
     weights_read_bytes: int
     kv_allocated_bytes: int
     kv_bytes_per_token: int
+    draft_kv_bytes_per_token: int
     quantized_share: float
 
 
@@ -125,6 +128,7 @@ class PointResult:
     point: PreparedPoint
     traces: Sequence[Trace]
     footprints: dict[str, Footprint]
+    foreign_load: ForeignLoad
     comparisons: Sequence[Comparison]
     seconds: dict[str, float]
 
@@ -153,6 +157,11 @@ class PointResult:
     def lossless(self) -> bool:
         """Declared, and not contradicted by the comparison with the twin."""
         return self.point.arms.strategy.declares_lossless and self.equivalence != equivalence.DIVERGED
+
+    @property
+    def validity(self) -> str:
+        """`noisy` where other processes took processor time while this was measured, else `ok`."""
+        return "noisy" if self.foreign_load.is_noisy else "ok"
 
     @property
     def excluded(self) -> dict[Unit, str]:
@@ -198,6 +207,7 @@ def measure_point(
     runners = {arm: _runners(decoder) for arm, decoder in decoders.items()}
     loaded_s = time.perf_counter()
     on_loaded({arm: _footprint(*found) for arm, found in runners.items()})
+    load = LoadMeter()
     traces = measure(
         decoders,
         point.blocks,
@@ -206,7 +216,7 @@ def measure_point(
         seed=config.seed,
         on_progress=on_progress,
     )
-    measured_s = time.perf_counter()
+    measured_s, foreign_load = time.perf_counter(), load.read()
     # Again: some formats store their weights otherwise from the first forward on.
     footprints = {arm: _footprint(*found) for arm, found in runners.items()}
     comparisons = _compare(point, traces)
@@ -215,7 +225,7 @@ def measure_point(
         "warm up and measure": measured_s - loaded_s,
         "compare outputs": time.perf_counter() - measured_s,
     }
-    return PointResult(point, traces, footprints, comparisons, seconds)
+    return PointResult(point, traces, footprints, foreign_load, comparisons, seconds)
 
 
 def _settings(point: PreparedPoint) -> EngineSettings:
@@ -282,19 +292,22 @@ def _footprint(target: Any, *drafts: Any) -> Footprint:
         weights_read_bytes=read_bytes_per_pass(target.model),
         kv_allocated_bytes=sum(runner.cache.store.allocated_bytes() for runner in runners),
         kv_bytes_per_token=target.cache.store.live_bytes([1]),
+        draft_kv_bytes_per_token=sum(draft.cache.store.live_bytes([1]) for draft in drafts),
         quantized_share=quantized_share(target.model),
     )
 
 
 def _memory(footprint: Footprint, traces: Sequence[Trace]) -> dict[str, float]:
-    target_passes = [
-        e for trace in traces for e in trace.passes if e.phase in ("prefill", "decode", "verify")
-    ]
-    most_tokens = max(event.kv_tokens for event in target_passes)
+    events = [event for trace in traces for event in trace.passes]
+    target_tokens = max((e.kv_tokens for e in events if e.phase in TARGET_PHASES), default=0)
+    draft_tokens = max((e.kv_tokens for e in events if e.phase not in TARGET_PHASES), default=0)
+    kv_bytes = (
+        target_tokens * footprint.kv_bytes_per_token + draft_tokens * footprint.draft_kv_bytes_per_token
+    )
     return {
         "memory/weights_mib": footprint.weights_bytes / MIB,
         "memory/weights_read_mib": footprint.weights_read_bytes / MIB,
-        "memory/kv_mib": most_tokens * footprint.kv_bytes_per_token / MIB,
+        "memory/kv_mib": kv_bytes / MIB,
         "memory/kv_allocated_mib": footprint.kv_allocated_bytes / MIB,
         "memory/kv_bytes_per_token": footprint.kv_bytes_per_token,
         "memory/quantized_share": footprint.quantized_share,

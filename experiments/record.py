@@ -54,7 +54,11 @@ def record_result(result: PointResult, logged: LoggedRun) -> None:
     logged.log_metrics(result.metrics)
     logged.log_curve("trace/step_ms", _step_curve(result))
     logged.set_tags(
-        {"equivalence": result.equivalence, "lossless": str(result.lossless).lower(), "validity": "ok"}
+        {
+            "equivalence": result.equivalence,
+            "lossless": str(result.lossless).lower(),
+            "validity": result.validity,
+        }
     )
     report = f"{markdown_table(result)}\n\n{paragraphs(notes(result))}\n"
     logged.set_description(report)

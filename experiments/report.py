@@ -24,9 +24,9 @@ def _percent(value: float) -> str:
 
 # Heading, metric, and how to print it. Speed-up and equivalence follow.
 HEADLINES: tuple[tuple[str, str, Format], ...] = (
-    ("TTFT, ms", "latency/ttft_ms.p50", _one_decimal),
-    ("ITL, ms", "latency/itl_ms.p50", _one_decimal),
-    ("TPOT, ms", "latency/tpot_ms.p50", _one_decimal),
+    ("TTFT, median ms", "latency/ttft_ms.p50", _one_decimal),
+    ("ITL, median ms", "latency/itl_ms.p50", _one_decimal),
+    ("TPOT, median ms", "latency/tpot_ms.p50", _one_decimal),
     ("tokens per second, all rows", "throughput/decode_tok_s_aggregate", _one_decimal),
     ("tokens per target pass", "spec/tokens_per_pass", lambda value: f"{value:.2f}"),
     ("draft tokens accepted", "spec/acceptance_rate", _percent),
@@ -40,7 +40,7 @@ def plan_lines(point: PreparedPoint) -> list[str]:
     """What is about to be measured, before anything is loaded."""
     config = point.config
     tokens = sorted(len(request.prompt_ids) for request in point.requests)
-    draft = "" if config.drafter is None else f", draft: {describe(config.drafter)}"
+    draft = f", draft: {config.model.draft}" if config.model.draft else ""
     return [
         f"strategy   {config.strategy}: {variant(point.arms.strategy)}",
         f"references {', '.join(arm.name for arm in point.arms.distinct[1:]) or 'none: it is its own reference'}",
@@ -111,6 +111,11 @@ def notes(result: PointResult) -> list[str]:
             f"no speed-up from prompt {result.point.prompts[request_id].prompt_id}, repeat {repeat}: {reason}"
         )
     lines += _why(result)
+    if result.validity != "ok":
+        lines.append(
+            f"noisy: other processes kept {result.foreign_load.cores:.1f} cores busy meanwhile; "
+            "trust no time of this run"
+        )
     spent = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in result.seconds.items())
     return [*lines, f"time: {spent}"]
 
@@ -141,7 +146,7 @@ def _shown(tokenizer: object, token_id: int | None) -> str:
 def _cells(result: PointResult) -> list[list[str]]:
     arms = result.point.arms
     metrics = {arm.name: result.metrics_of(arm) for arm in arms.distinct}
-    rows = [["median of requests", *metrics]]
+    rows = [["arm", *metrics]]
     for heading, name, form in HEADLINES:
         rows.append(
             [heading, *(form(found[name]) if name in found else MISSING for found in metrics.values())]

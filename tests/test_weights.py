@@ -110,7 +110,7 @@ def test_a_whole_nf4_model_is_the_float_model_of_its_dequantized_weights() -> No
         plain = model_of()(tokens).logits.float()
     difference, effect = (found - expected).norm(), (plain - expected).norm()
     assert difference < 0.1 * effect  # far below what the quantization itself does
-    assert difference / expected.norm() < 0.02
+    assert difference / expected.norm() < 0.03  # bf16 activations, and scales rounded to 16 bits
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -331,7 +331,7 @@ def test_hf_names_unknown_parts_and_lists_known_ones(folder: Path) -> None:
     cases = {
         ("split", "dev"): "no split 'dev'; its splits: train, test",
         ("field", "prompt"): "no workload.field='prompt'; its columns: ask, category",
-        ("name", "german"): "'german' not found. Available: .'default'.",
+        ("subset", "german"): "'german' not found. Available: .'default'.",
     }
     for (option, value), message in cases.items():
         with pytest.raises(ValueError, match=message) as error:

@@ -1,8 +1,8 @@
 """4-bit NormalFloat weights by bitsandbytes (Dettmers et al. 2023, arXiv 2305.14314), weight-only.
 
-Blocks of 64 weights share an absmax, itself stored in 8 bits. On CPU the kernel computes in bfloat16, needs a
-multiple of 32 outputs and 64 inputs, and at the first forward repacks the weight and stores the absmax in 16 bits;
-after that the module must not be moved.
+Blocks of 64 weights share a float32 absmax. On CPU the kernel computes in bfloat16, needs a multiple of 32 outputs
+and 64 inputs, and at the first forward repacks the weight and stores the absmax in 16 bits; after that the module
+must not be moved.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ def _nf4_linear(name: str, linear: nn.Linear) -> nn.Module:
         quant_type="nf4",
         device="meta",
     )
-    new.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4", module=new)
+    new.weight = bnb.nn.Params4bit(
+        linear.weight.data, requires_grad=False, compress_statistics=False, quant_type="nf4", module=new
+    )
     new.bias = linear.bias
     return new.to(linear.weight.device).eval()  # the move is what quantizes
