@@ -32,11 +32,11 @@ class BnbNf4Weights(WeightsOptions):
 
 
 def _bitsandbytes() -> Any:
-    # Slow to import, and of use only here. At its first product on CPU it looks for another kernel on a model hub
-    # and warns when there is none; its own native kernel, which is then used, is what this format names.
+    # Imported here, since it is slow and of use only here. Where the processor has bf16 instructions the import
+    # looks for another kernel on a model hub and warns when there is none; this format means the library's own.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     import bitsandbytes
 
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     return bitsandbytes
 
 
