@@ -12,7 +12,7 @@ import sys
 import tempfile
 import traceback
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import hydra
@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments import plugins
-from experiments.config import CONFIG_DIR, RunConfig, typed
+from experiments.config import CONFIG_DIR, RunConfig, plugin_file, typed
 from experiments.tracking import StoreError
 
 BAD_INPUT_STATUS = 2
@@ -62,7 +62,7 @@ def run_jobs(job: Job, on_sweep_end: Callable[[Sweep], None], arguments: Sequenc
     is_sweep = any(argument in SWEEP_FLAGS for argument in arguments)
     sweep = Sweep(uuid.uuid4().hex[:8] if is_sweep else None)
     try:
-        plugins.register_all(_plugin_file(arguments))
+        plugins.register_all(plugin_file(arguments))
         run_hydra = _sweep_main if is_sweep else _hydra_main
         run_hydra(lambda config: _run_point(job, sweep, config), arguments)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -71,13 +71,22 @@ def run_jobs(job: Job, on_sweep_end: Callable[[Sweep], None], arguments: Sequenc
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED_STATUS
-    if not is_sweep:
-        return sweep.status
-    if sweep.studies:
-        on_sweep_end(sweep)
+    finally:
+        # Also after Ctrl-C: the points that are done keep their report.
+        if is_sweep:
+            _end_sweep(sweep, on_sweep_end)
+    return min(sweep.status, FAILURE_STATUS) if is_sweep else sweep.status
+
+
+def _end_sweep(sweep: Sweep, on_sweep_end: Callable[[Sweep], None]) -> None:
+    try:
+        if sweep.studies:
+            on_sweep_end(sweep)
+    except StoreError as error:
+        sweep.failures.append(f"report: {error}")
+        sweep.status = FAILURE_STATUS
     for line in sweep.failures:
         print(f"failed: {line}", file=sys.stderr)
-    return min(sweep.status, FAILURE_STATUS)
 
 
 def explain(error: BaseException) -> str:
@@ -160,8 +169,3 @@ def _note_failure(sweep: Sweep, config: DictConfig, reason: str, status: int) ->
     strategy = OmegaConf.select(config, "strategy", default="?")
     sweep.failures.append(f"point {sweep.num_points} (strategy={strategy}): {reason}")
     sweep.status = status
-
-
-def _plugin_file(arguments: Iterable[str]) -> str | None:
-    found = [argument.partition("=")[2] for argument in arguments if argument.partition("=")[0] == "plugin"]
-    return found[-1] if found else None

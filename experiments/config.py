@@ -13,6 +13,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from experiments import plugins
@@ -137,8 +138,15 @@ def _refuse_additions(node: DictConfig, prefix: str) -> None:
             _refuse_additions(child, f"{prefix}{key}.")
 
 
+def plugin_file(overrides: Sequence[str]) -> str | None:
+    """The file of `plugin=FILE` among overrides, quoted as Hydra understands it: needed before Hydra composes."""
+    assignments = [override for override in overrides if override.startswith("plugin=")]
+    found = [override.value() for override in OverridesParser.create().parse_overrides(assignments)]
+    return str(found[-1]) if found and found[-1] is not None else None
+
+
 def compose_run(overrides: Sequence[str]) -> RunConfig:
     """The configuration that `python -m experiments.run OVERRIDES` would use, for scripts and notebooks."""
-    plugins.register_all()
+    plugins.register_all(plugin_file(overrides))
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIG_DIR)):
         return typed(compose("config", overrides=list(overrides)))

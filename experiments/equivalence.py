@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from experiments.replay import Position, read_at_once, recorded_plan, replay, single_token_plan
+from experiments.text_replay import Position, read_at_once, recorded_plan, replay, single_token_plan
 from experiments.trace import Trace
 from specdec.decoding.base import DecodingParts
 from specdec.types import Request

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
-# A tenth of a core spent elsewhere is background; a busy neighbour takes one whole, and slows two-thread passes
-# many times over.
+# Services in the background stay below this; a busy neighbour takes a whole core.
 MOST_FOREIGN_CORES = 0.15
 
 
 @dataclass(frozen=True)
 class ForeignLoad:
-    """Cores that other processes, or the host of a virtual machine, kept busy on average."""
+    """Cores that other processes, or the host of a virtual machine, kept busy on average.
+
+    Counted on the cores that this process may run on; on a large host, pin the run to see only those.
+    """
 
     cores: float
 
@@ -35,7 +39,12 @@ class LoadMeter:
 
 
 def _counters() -> tuple[float, float, float]:
-    """Seconds: of the wall clock, of all cores' busy time (stolen time included), of this process's own."""
-    times = psutil.cpu_times()
-    busy = times.user + times.system + getattr(times, "irq", 0.0) + getattr(times, "softirq", 0.0)
-    return time.monotonic(), busy + getattr(times, "steal", 0.0), time.process_time()
+    """Seconds: of the wall clock, of busy time (stolen time included) on the cores we may use, of our own."""
+    every_core = psutil.cpu_times(percpu=True)
+    ours = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(len(every_core)))
+    busy = sum(_busy_s(times) for core, times in enumerate(every_core) if core in ours)
+    return time.monotonic(), busy, time.process_time()
+
+
+def _busy_s(times: Any) -> float:
+    return sum(getattr(times, kind, 0.0) for kind in ("user", "system", "irq", "softirq", "steal"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -34,34 +34,41 @@ def measure(
     """One trace per (repeat, block, arm).
 
     Args:
-        decoders: by arm name; they are changed: timed wrappers stay around their parts.
+        decoders: by arm name; timed wrappers are around their parts meanwhile.
         blocks: requests that are decoded together; a block may exceed the slots, the rest waits.
         warmup: blocks decoded before, a few tokens each, unmeasured: first-use costs (repacking, allocation).
         on_progress: called after each block of an arm, outside the timed region.
     """
     recorders = {arm: time_parts(decoder, clock) for arm, decoder in decoders.items()}
-    for number in range(warmup):
+    try:
+        _warm_up(decoders.values(), blocks, warmup)
+        order = random.Random(seed)
+        traces = []
+        with _old_objects_exempt():
+            for repeat in range(repeats):
+                for number in order.sample(range(len(blocks)), len(blocks)):
+                    for arm in order.sample(sorted(decoders), len(decoders)):
+                        trace = Trace(arm, repeat, number)
+                        _decode(decoders[arm], blocks[number], recorders[arm], trace)
+                        traces.append(trace)
+                        on_progress(arm)
+        return traces
+    finally:
+        for recorder in recorders.values():
+            recorder.restore()
+
+
+def _warm_up(decoders: Iterable[Decoder], blocks: Sequence[Sequence[Request]], count: int) -> None:
+    for number in range(count):
         block = [_shortened(request) for request in blocks[number % len(blocks)]]
-        for decoder in decoders.values():
+        for decoder in decoders:
             for _ in decoder.generate(block):
                 pass
-    order = random.Random(seed)
-    traces = []
-    with _old_objects_exempt():
-        for repeat in range(repeats):
-            for number in order.sample(range(len(blocks)), len(blocks)):
-                for arm in order.sample(sorted(decoders), len(decoders)):
-                    recorder = recorders[arm]
-                    recorder.trace = Trace(arm, repeat, number)
-                    _decode(decoders[arm], blocks[number], recorder)
-                    traces.append(recorder.trace)
-                    on_progress(arm)
-    return traces
 
 
-def _decode(decoder: Decoder, block: Sequence[Request], recorder: Recorder) -> None:
-    trace, clock = recorder.trace, recorder.clock
-    with _no_garbage_collection():
+def _decode(decoder: Decoder, block: Sequence[Request], recorder: Recorder, trace: Trace) -> None:
+    recorder.trace, clock = trace, recorder.clock
+    with no_garbage_collection():
         steps = decoder.generate(block)
         trace.start_s = start_s = clock()
         for output in steps:
@@ -83,7 +90,8 @@ def _old_objects_exempt() -> Iterator[None]:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
+    """For timed regions."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()

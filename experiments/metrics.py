@@ -85,8 +85,8 @@ def throughput(traces: Sequence[Trace]) -> dict[str, float]:
 def passes(traces: Sequence[Trace]) -> dict[str, float]:
     """`passes/...`: forward passes of the target and of the draft model, prefill included."""
     events = [event for trace in traces for event in trace.passes]
-    target = sum(event.phase in TARGET_PHASES for event in events)
-    return {"passes/target": target, "passes/draft": len(events) - target}
+    target = sum(event.num_passes for event in events if event.phase in TARGET_PHASES)
+    return {"passes/target": target, "passes/draft": sum(event.num_passes for event in events) - target}
 
 
 def speculation(traces: Sequence[Trace]) -> dict[str, float]:

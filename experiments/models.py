@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -45,6 +46,10 @@ class ModelSource:
         Raises ValueError for a folder without a model; BundledModelError where the bundled one can't be made.
         """
         if self.name == BUNDLED:
+            if self.revision is not None:
+                raise ValueError(
+                    f"{self.role}=bundled has no revisions, but revision={self.revision} was given"
+                )
             return str(bundled_model.fetch())
         folder = Path(self.name)
         if folder.is_dir() and not (folder / "config.json").is_file():
@@ -68,7 +73,7 @@ class ModelSource:
             return loader.from_pretrained(
                 self.location(), revision=self.revision, trust_remote_code=False, **options
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, ImportError, SafetensorError) as error:
             if isinstance(error, ValueError) and str(error).startswith(self.role):
                 raise
             reason = " ".join(str(error).split())
@@ -90,13 +95,14 @@ class ModelPool:
             None if config.draft is None else ModelSource("model.draft", config.draft, config.draft_revision)
         )
         self.target_config = self._target.config()
+        self.draft_config: Any = None
         self.tokenizer = self._target.tokenizer()
         # by setting, as in "model.draft=some/folder"
         self.configs = {f"{self._target.role}={self._target.name}": self.target_config}
         if self._draft is not None:
-            draft_config = self._draft.config()
-            self.configs[f"{self._draft.role}={self._draft.name}"] = draft_config
-            self._check_vocabulary(self._draft, draft_config.vocab_size)
+            self.draft_config = self._draft.config()
+            self.configs[f"{self._draft.role}={self._draft.name}"] = self.draft_config
+            self._check_vocabulary(self._draft, self.draft_config.vocab_size)
         self._loaded: dict[str, PreTrainedModel] = {}
 
     def target(self, weights: Any) -> PreTrainedModel:
@@ -117,6 +123,11 @@ class ModelPool:
     def revision(self) -> str | None:
         """The commit the target was loaded from, where it came from a hub."""
         return getattr(self.target_config, "_commit_hash", None)
+
+    @property
+    def draft_revision(self) -> str | None:
+        """The same of a draft model."""
+        return getattr(self.draft_config, "_commit_hash", None)
 
     def _get(self, source: ModelSource, weights: Any, setting: str) -> PreTrainedModel:
         key = f"{source.name}@{source.revision} {weights}"

@@ -90,7 +90,7 @@ def _lookup(group: str, name: str) -> type:
 def _modules(package: str) -> Iterator[ModuleType]:
     folder = importlib.import_module(package)
     for found in pkgutil.iter_modules(folder.__path__):
-        if found.name != "base":
+        if found.name != "base" and not found.name.startswith("_"):
             yield importlib.import_module(f"{package}.{found.name}")
 
 
@@ -103,7 +103,11 @@ def _load_external(path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     # In sys.modules before it runs: dataclasses looks a class's module up by name.
     sys.modules[module.__name__] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module.__name__]
+        raise ValueError(f"plugin={path}: {type(error).__name__}: {' '.join(str(error).split())}") from error
     return module
 
 

@@ -96,6 +96,10 @@ def prepare(config: RunConfig) -> PreparedPoint:
     pool = ModelPool(config.model, torch_dtype(config.dtype), device)
     if hasattr(config.drafter, "weights") and not config.drafter.weights:
         config = replace(config, drafter=replace(config.drafter, weights=pool.default_draft_weights))
+    if pool.revision:  # a branch moves; the commit that was loaded does not
+        config = replace(config, model=replace(config.model, revision=pool.revision))
+    if pool.draft_revision:
+        config = replace(config, model=replace(config.model, draft_revision=pool.draft_revision))
     prompts = config.workload.load(WorkloadContext(pool.target_config.vocab_size, config.seed))
     start_s = time.perf_counter()
     encoded = [encode(prompt, pool.tokenizer) for prompt in prompts]
@@ -191,10 +195,12 @@ def measure_point(
     point: PreparedPoint,
     on_loaded: Callable[[dict[str, Footprint]], None] = lambda sizes: None,
     on_progress: Callable[[str], None] = lambda arm: None,
+    on_measured: Callable[[Sequence[Trace]], None] = lambda traces: None,
 ) -> PointResult:
     """Load the models, measure all arms interleaved, and grade the strategy's output against its twin's.
 
-    `on_loaded` gets the arms' footprints before anything is timed; `on_progress` is called after each block.
+    `on_loaded` gets the arms' footprints before anything is timed; `on_progress` is called after each block;
+    `on_measured` gets the traces before outputs are compared, so that a failure there loses nothing measured.
     Raises UnfitPartsError where a weight format can't hold the model, or parts refuse each other.
     """
     config = point.config
@@ -217,6 +223,7 @@ def measure_point(
         on_progress=on_progress,
     )
     measured_s, foreign_load = time.perf_counter(), load.read()
+    on_measured(traces)
     # Again: some formats store their weights otherwise from the first forward on.
     footprints = {arm: _footprint(*found) for arm, found in runners.items()}
     comparisons = _compare(point, traces)

@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from experiments import command_line, sweep_report, tracking
+from experiments import command_line, record, report, sweep_report, tracking
+from experiments import point as points
+from experiments.bundled_model import BundledModelError
 from experiments.command_line import BadInputError, Sweep
 from experiments.config import RunConfig
 
@@ -31,11 +33,6 @@ def run_point(config: RunConfig, sweep: Sweep) -> None:
     turn out not to fit when they are loaded leave a FAILED run, as does everything that is raised later.
     """
     started_s = time.perf_counter()
-    # Torch and transformers are imported here: a misspelt name should not have to wait for them.
-    from experiments import point as points
-    from experiments import record, report
-    from experiments.bundled_model import BundledModelError
-
     try:
         point = points.prepare(config)
     except (ValueError, BundledModelError) as error:
@@ -47,17 +44,20 @@ def run_point(config: RunConfig, sweep: Sweep) -> None:
     tags = record.tags_before(point, sweep.sweep_id)
     try:
         with tracking.run(store, config.study, name, tags, vars(point.config)) as logged:
+            record.record_setting(point, logged)
             with _progress(point.num_block_runs) as advance:
                 result = points.measure_point(
                     point,
                     on_loaded=lambda sizes: _print(report.footprint_lines(sizes)),
                     on_progress=advance,
+                    on_measured=lambda traces: record.record_traces(point, traces, logged),
                 )
+            # Printed before it is logged: a store that fails now must not take the result with it.
+            OUT.print(report.console_table(result))
+            _print(report.notes(result))
             record.record_result(result, logged)
     except points.UnfitPartsError as error:
         raise BadInputError(str(error)) from error
-    OUT.print(report.console_table(result))
-    _print(report.notes(result))
     OUT.print(f"{time.perf_counter() - started_s:.0f} s in all; logged as run {logged.run_id}")
     OUT.print("compare runs in a browser: python -m experiments.ui")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from experiments import tracking
 from experiments.command_line import Sweep
+from experiments.metrics import METRICS_VERSION
 from experiments.tracking import StoredRun
 
 COLUMNS = (
@@ -18,7 +19,12 @@ def write(sweep: Sweep) -> None:
     """Log one run of `kind=report` that lists the sweep's points, failed ones included."""
     store = tracking.open_store()
     validity = "failed" if sweep.failures else "ok"
-    tags = {"kind": "report", "sweep_id": str(sweep.sweep_id), "validity": validity}
+    tags = {
+        "kind": "report",
+        "sweep_id": str(sweep.sweep_id),
+        "validity": validity,
+        "metrics_version": METRICS_VERSION,
+    }
     for study in sorted(sweep.studies):
         runs = tracking.find_runs(store, study, f"tags.sweep_id = '{sweep.sweep_id}'")
         text = report(runs, sweep.failures)

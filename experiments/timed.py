@@ -32,10 +32,20 @@ class Recorder:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.trace = Trace("", 0, 0)
+        self._replaced: list[tuple[object, str, object]] = []
+
+    def replace(self, owner: object, name: str, timed: object) -> None:
+        self._replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, timed)
+
+    def restore(self) -> None:
+        """Put back what was replaced."""
+        while self._replaced:
+            setattr(*self._replaced.pop())
 
 
 class TimedRunner:
-    """Records one PassEvent per forward call, in which a prefill of several rows counts as one pass each row."""
+    """Records one PassEvent per pass, and one per row of a prefill."""
 
     def __init__(self, runner: Runner, recorder: Recorder, phases: dict[str, str]) -> None:
         self._runner = runner
@@ -45,6 +55,10 @@ class TimedRunner:
     @property
     def device(self) -> torch.device:
         return self._runner.device
+
+    @property
+    def prefill_chunk(self) -> int | None:
+        return self._runner.prefill_chunk
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -92,6 +106,9 @@ class TimedRunner:
                 width=width,
                 kv_length=max(lengths),
                 kv_tokens=sum(lengths),
+                num_passes=-(-width // self._runner.prefill_chunk)
+                if call == "prefill" and self._runner.prefill_chunk
+                else 1,
             )
         )
         return logits
@@ -121,12 +138,15 @@ class TimedDrafter(Drafter):
 
 
 def time_parts(decoder: Decoder, clock: Clock) -> Recorder:
-    """Put timed wrappers around a decoder's runner, its drafter, and the drafter's own runner if it has one."""
+    """Put timed wrappers around a decoder's runner, its drafter, and the drafter's own runner if it has one.
+
+    The recorder's `restore` takes them away again.
+    """
     recorder = Recorder(clock)
-    decoder.runner = TimedRunner(decoder.runner, recorder, TARGET_PHASES)
+    recorder.replace(decoder, "runner", TimedRunner(decoder.runner, recorder, TARGET_PHASES))
     drafter = getattr(decoder, "drafter", None)
     if drafter is not None:
         if hasattr(drafter, "runner"):
-            drafter.runner = TimedRunner(drafter.runner, recorder, DRAFT_PHASES)
-        decoder.drafter = TimedDrafter(drafter, recorder)  # type: ignore[attr-defined]
+            recorder.replace(drafter, "runner", TimedRunner(drafter.runner, recorder, DRAFT_PHASES))
+        recorder.replace(decoder, "drafter", TimedDrafter(drafter, recorder))
     return recorder

@@ -11,10 +11,11 @@ from specdec.types import StepOutput
 
 @dataclass(frozen=True)
 class PassEvent:
-    """One forward pass. `phase` is prefill, decode, verify (target), draft_prefill or draft (draft model).
+    """One forward pass; a prompt read in chunks is one event of `num_passes`.
 
-    `counts` are the real tokens of each row, `width` the tokens per row with padding, `kv_length` the longest
-    row's cached tokens afterwards and `kv_tokens` those of all rows.
+    `phase` is prefill, decode, verify (target), draft_prefill or draft (draft model). `counts` are the real tokens of
+    each row, `width` the tokens per row with padding, `kv_length` the longest row's cached tokens afterwards and
+    `kv_tokens` those of all rows.
     """
 
     phase: str
@@ -24,6 +25,7 @@ class PassEvent:
     width: int
     kv_length: int
     kv_tokens: int
+    num_passes: int = 1
 
 
 @dataclass(frozen=True)

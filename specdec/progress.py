@@ -96,7 +96,7 @@ class Progress:
         """Append the tokens `proposed` to each row's text, cut at its stop or limit.
 
         A step's tokens are its accepted draft tokens plus one, so where it is cut the last token that remains
-        stands for that one, and the draft tokens behind it count neither as drafted nor as accepted.
+        stands for that one. Draft tokens behind a stop count neither as drafted nor as accepted.
         """
         kept = [self._append(row, tokens) for row, tokens in zip(rows, proposed, strict=True)]
         counts = []
@@ -104,8 +104,12 @@ class Progress:
             rows, kept, proposed, drafted or [0] * len(rows), strict=True
         ):
             accepted = len(tokens) - 1
-            counts.append((num_drafted if len(tokens) == len(whole) else accepted, accepted))
-            row.drafted += counts[-1][0]
+            if len(tokens) < len(whole):
+                num_drafted = accepted
+            elif row.finished:
+                num_drafted = min(num_drafted, len(tokens))
+            counts.append((num_drafted, accepted))
+            row.drafted += num_drafted
             row.accepted += accepted
         return StepOutput(
             phase=phase,

@@ -25,6 +25,11 @@ class Runner(Protocol):
     def device(self) -> torch.device: ...
 
     @property
+    def prefill_chunk(self) -> int | None:
+        """Tokens per prefill pass; None where a prompt is read in one."""
+        ...
+
+    @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens in the cache, per slot."""
         ...
@@ -67,7 +72,7 @@ class ModelRunner:
         if prefill_chunk is not None and prefill_chunk < 1:
             raise ValueError(f"prefill_chunk={prefill_chunk}: expected at least 1, or none")
         self._adapter = HFAdapter(model)
-        self._prefill_chunk = prefill_chunk
+        self.prefill_chunk: int | None = prefill_chunk
         self.cache = KVCache(make_store(self._adapter.cache_shape(num_slots, capacity)))
 
     @property
@@ -133,7 +138,7 @@ class ModelRunner:
                 f"slot {slot} holds {self.cache.lengths[slot]} tokens: a prompt needs an empty one"
             )
         tokens = torch.tensor([prompt], device=self.device)
-        chunks = tokens.split(self._prefill_chunk or len(prompt), dim=1)
+        chunks = tokens.split(self.prefill_chunk or len(prompt), dim=1)
         for chunk in chunks:
             logits = self._pass(chunk, slot, [chunk.shape[1]], last_only=True)
         return logits[:, -1]

@@ -13,7 +13,7 @@ from experiments.workloads.embedded import EmbeddedWorkload
 from quant.weights.bnb_nf4 import BnbNf4Weights
 from specdec.generation import generate, generate_steps
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 NEW_TOKENS = 48
 
 

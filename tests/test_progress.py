@@ -32,9 +32,9 @@ def commit_one(tokens: Sequence[int], limit: int = 20, drafted: int = 5) -> tupl
         ([11, 12, 13, 14, STOP, 16], 5, 20, 5, 4, 4, True),
         # the stop is the bonus token
         ([11, 12, 13, 14, 15, STOP], 5, 20, 6, 5, 5, True),
-        # the stop is the recovered token: three drafts were judged and rejected
-        ([11, 12, STOP], 5, 20, 3, 5, 2, True),
-        ([STOP], 5, 20, 1, 5, 0, True),
+        # the stop is the recovered token: one draft token was judged and rejected, the others lay behind the stop
+        ([11, 12, STOP], 5, 20, 3, 3, 2, True),
+        ([STOP], 5, 20, 1, 1, 0, True),
         # no stop
         ([11, 12, 13, 14, 15, 16], 5, 20, 6, 5, 5, False),
         ([11], 5, 20, 1, 5, 0, False),

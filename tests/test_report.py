@@ -164,7 +164,7 @@ def test_tags_say_what_was_run(result: PointResult) -> None:
     assert tags["variant"] == report.variant(result.point.arms.strategy)
     assert (tags["kind"], tags["strategy"], tags["sweep_id"]) == ("point", "prompt_lookup", "abc")
     assert (tags["drafter"], tags["verifier"], tags["draft_length"]) == ("prompt_lookup", "token", "fixed")
-    assert tags["draft"] == "prompt_lookup(min_ngram=1, max_ngram=3)"
+    assert tags["draft"] == "none"
     assert "sweep_id" not in record.tags_before(result.point, None)
     assert all(isinstance(value, str) for value in tags.values())
 

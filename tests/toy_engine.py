@@ -38,6 +38,7 @@ class ToyRunner:
 
     def __init__(self, law_of: LawOf, vocab_size: int, num_slots: int) -> None:
         self.law_of = law_of
+        self.prefill_chunk: int | None = None
         self._arbitrary = torch.full((vocab_size,), -torch.inf, dtype=torch.float64)
         self._arbitrary[-1] = 0.0
         self.device = CPU

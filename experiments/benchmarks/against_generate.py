@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 from experiments import plugins
 from experiments.config import ModelConfig
 from experiments.environment import default_threads
-from experiments.measure import measure
+from experiments.measure import measure, no_garbage_collection
 from experiments.metrics import request_metrics
 from experiments.models import ModelPool, resolve_device, resolve_dtype, torch_dtype
 from experiments.statistics import MIN_NEW_TOKENS, Ratio
@@ -60,14 +60,15 @@ def by_generate(model: PreTrainedModel) -> Decode:
     def decode(request: Request) -> RequestTimeline:
         prompt = torch.tensor([request.prompt_ids], device=model.device)
         stopwatch = _Stopwatch()
-        start_s = time.perf_counter()
-        model.generate(  # type: ignore[operator]
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=request.max_new_tokens,
-            do_sample=False,
-            streamer=stopwatch,
-        )
+        with no_garbage_collection():
+            start_s = time.perf_counter()
+            model.generate(  # type: ignore[operator]
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=request.max_new_tokens,
+                do_sample=False,
+                streamer=stopwatch,
+            )
         sizes = (1,) * len(stopwatch.tokens)
         times = tuple(stopwatch.times_s)
         return RequestTimeline(request.request_id, 0, 0.0, start_s, times, sizes, tuple(stopwatch.tokens))

@@ -16,10 +16,12 @@ from transformers import PreTrainedModel
 class WeightsOptions(ABC):
     """Options of a weight format: plain typed fields with defaults, checked in `__post_init__`.
 
-    `lossless` declares that the stored weights compute the same function as the float ones.
+    `lossless` declares that the stored weights compute the same function as the float ones, `kernels` names the
+    library whose kernels multiply by them.
     """
 
     lossless: ClassVar[bool] = False
+    kernels: ClassVar[str] = "torch"
 
     @abstractmethod
     def convert(self, model: PreTrainedModel) -> PreTrainedModel:

@@ -7,9 +7,11 @@ must not be moved.
 
 from __future__ import annotations
 
+import importlib
 import logging
+import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -25,6 +27,8 @@ INPUTS_MULTIPLE = 64
 class BnbNf4Weights(WeightsOptions):
     """Has no options. The head stays as it is where it is tied to the embedding."""
 
+    kernels: ClassVar[str] = "bitsandbytes"
+
     def convert(self, model: PreTrainedModel) -> PreTrainedModel:
         if not replace_linears(model, _nf4_linear):
             raise ValueError(f"a '{model.config.model_type}' model has no linear layer to quantize")
@@ -32,12 +36,20 @@ class BnbNf4Weights(WeightsOptions):
 
 
 def _bitsandbytes() -> Any:
-    # Imported here, since it is slow and of use only here. Where the processor has bf16 instructions the import
-    # looks for another kernel on a model hub and warns when there is none; this format means the library's own.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    import bitsandbytes
+    """The library, imported where it is used (it is slow), and kept from running code of a model hub.
 
-    return bitsandbytes
+    Where the processor has bf16 instructions its import asks the package `kernels`, if installed, for a compiled
+    kernel from a hub, and warns if it can't have one. This format means the library's own kernel.
+    """
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    blocked = "kernels" not in sys.modules and "bitsandbytes" not in sys.modules
+    if blocked:
+        sys.modules["kernels"] = None  # type: ignore[assignment]
+    try:
+        return importlib.import_module("bitsandbytes")
+    finally:
+        if blocked:
+            del sys.modules["kernels"]
 
 
 def _nf4_linear(name: str, linear: nn.Linear) -> nn.Module:

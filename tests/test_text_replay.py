@@ -9,7 +9,7 @@ from toy_models import greedy_reference, random_prompts, tiny_model
 from toy_traces import forward, step, trace
 from transformers import PreTrainedModel
 
-from experiments.replay import PlannedPass, read_at_once, recorded_plan, replay, single_token_plan
+from experiments.text_replay import PlannedPass, read_at_once, recorded_plan, replay, single_token_plan
 from specdec.decoding.base import DecodingParts
 from specdec.progress import StopTokens
 from specdec.runner import ModelRunner, Runner
