@@ -89,6 +89,17 @@ def passes(traces: Sequence[Trace]) -> dict[str, float]:
     return {"passes/target": target, "passes/draft": sum(event.num_passes for event in events) - target}
 
 
+def tokens_per_pass(traces: Sequence[Trace]) -> dict[str, float]:
+    """`spec/tokens_per_pass`: tokens that a request gains from a target pass after its prefill; 1 without drafts.
+
+    Rows of a batch share a pass: each row of it counts.
+    """
+    steps = _decode_steps(traces)
+    row_steps = sum(len(step.output.request_ids) for step in steps)
+    committed = sum(sum(map(len, step.output.committed)) for step in steps)
+    return {"spec/tokens_per_pass": committed / row_steps} if row_steps else {}
+
+
 def speculation(traces: Sequence[Trace]) -> dict[str, float]:
     """`spec/...`; empty for traces without a verify pass.
 
@@ -105,14 +116,10 @@ def speculation(traces: Sequence[Trace]) -> dict[str, float]:
     draft_s = [e.end_s - e.start_s for trace in traces for e in trace.proposals]
     step_s = [step.end_s - step.start_s for step in steps]
     overhead_s = (sum(step_s) - sum(verify_s) - sum(draft_s)) / len(steps)
-    # Rows of a batch share a pass: what a request gains from one is what its steps committed.
-    row_steps = sum(len(step.output.request_ids) for step in steps)
-    committed = sum(sum(map(len, step.output.committed)) for step in steps)
     return {
         "spec/drafted": drafted,
         "spec/accepted": accepted,
         **({"spec/acceptance_rate": accepted / drafted} if drafted else {}),
-        "spec/tokens_per_pass": committed / row_steps,
         **_acceptance_by_position(pairs),
         **_stats("spec/draft_ms", [1e3 * value for value in draft_s], "mean"),
         **_stats("spec/verify_ms", [1e3 * value for value in verify_s], "mean"),
@@ -122,7 +129,13 @@ def speculation(traces: Sequence[Trace]) -> dict[str, float]:
 
 def arm_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     """Every metric that one arm's traces give."""
-    return {**latency(traces), **throughput(traces), **speculation(traces), **passes(traces)}
+    return {
+        **latency(traces),
+        **throughput(traces),
+        **tokens_per_pass(traces),
+        **speculation(traces),
+        **passes(traces),
+    }
 
 
 def is_repetitive(token_ids: Sequence[int], max_period: int = 8, min_tokens: int = 24) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +167,19 @@ def test_every_dtype_of_the_configuration_is_one_of_torch() -> None:
     for name in DTYPES:
         if name != "auto":
             assert models.torch_dtype(name).is_floating_point
+
+
+def test_a_truncated_weight_file_is_one_line(root: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(root / "target", folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    pool = pool_of(tmp_path)
+    with pytest.raises(ValueError, match=r"model\.target=.*can't be loaded") as caught:
+        pool.target(plugins.default_options("weights", "plain"))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_bundled_model_has_no_revisions() -> None:
+    with pytest.raises(ValueError, match="bundled has no revisions, but revision=main"):
+        ModelPool(ModelConfig(revision="main"), torch.float32, torch.device("cpu"))

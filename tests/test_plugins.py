@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from experiments import plugins
-from experiments.config import compose_run
+from experiments.config import compose_run, plugin_file
 from specdec.decoding.base import DecodingOptions
 from specdec.draft_length.base import DraftLengthOptions
 from specdec.drafters.base import DrafterOptions
@@ -189,8 +189,18 @@ def test_an_external_file_may_have_the_name_of_any_module(tmp_path: Path, name: 
         ('GROUP = "drafter"', "found 0"),
         (ECHO.replace("def build(", "def make("), "found 0"),
         (ECHO + ECHO.replace("EchoOptions", "MoreOptions"), "found 2"),
+        ("def broken(:\n", "SyntaxError"),
+        ("import nothing_of_that_name\n", "ModuleNotFoundError.*nothing_of_that_name"),
     ],
-    ids=["no group", "unknown group", "no options", "options that build nothing", "two options"],
+    ids=[
+        "no group",
+        "unknown group",
+        "no options",
+        "options that build nothing",
+        "two options",
+        "not Python",
+        "a failing import",
+    ],
 )
 def test_a_file_that_is_no_plugin_is_refused_in_one_line(tmp_path: Path, source: str, words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
@@ -219,3 +229,11 @@ def test_the_same_external_file_may_be_registered_again(tmp_path: Path) -> None:
     plugins.register_all(file)
     plugins.register_all(file)
     assert "echo" in plugins.known("drafter")
+
+
+def test_a_quoted_plugin_file_reaches_the_library_entry_too(tmp_path: Path) -> None:
+    file = write(tmp_path, "quoted_echo", ECHO)
+    config = compose_run([f"plugin='{file}'", "drafter=quoted_echo"])
+    assert config.drafter.name == "quoted_echo"
+    assert plugin_file([f"plugin='{file}'"]) == file
+    assert plugin_file(["seed=1"]) is None

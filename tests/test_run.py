@@ -16,7 +16,7 @@ import yaml
 from toy_folders import repeating_prompts, save_model, save_prompts, save_tokenizer
 from toy_models import CONTEXT_LENGTH
 
-from experiments import measure, run, tracking
+from experiments import equivalence, measure, record, run, tracking
 from experiments.tracking import StoredRun
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -37,6 +37,7 @@ ARM_METRICS = {
     "throughput/prefill_tok_s",
     "passes/target",
     "passes/draft",
+    "spec/tokens_per_pass",
     "memory/weights_mib",
     "memory/weights_read_mib",
     "memory/kv_mib",
@@ -60,7 +61,6 @@ SPECULATIVE_METRICS = {
     "spec/drafted",
     "spec/accepted",
     "spec/acceptance_rate",
-    "spec/tokens_per_pass",
     *(f"spec/accept_pos_{position}" for position in range(1, 5)),
     "spec/draft_ms.mean",
     "spec/verify_ms.mean",
@@ -386,3 +386,30 @@ def test_a_failure_while_measuring_leaves_no_speed(
     assert (found.status, found.tags["validity"]) == ("FAILED", validity)
     assert not [name for name in found.metrics if name.startswith(SPEED_SECTIONS)]
     assert "injected" in place.artifact(found, "error.txt")
+
+
+def test_what_was_measured_survives_a_failing_comparison(
+    place: Workplace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> None:
+        raise RuntimeError("injected while comparing")
+
+    monkeypatch.setattr(equivalence, "compare_block", failing)
+    assert run.main(place.arguments("strategy=prompt_lookup")) == 1
+    found = place.newest()
+    assert found.status == "FAILED"
+    assert place.json_lines(found, "outputs/tokens.jsonl")
+    assert place.json_lines(found, "trace/events.jsonl")
+    assert yaml.safe_load(place.artifact(found, "config/resolved.yaml"))["strategy"] == "prompt_lookup"
+
+
+def test_a_result_is_shown_before_the_store_can_fail(
+    place: Workplace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> None:
+        raise RuntimeError("injected: no space left")
+
+    monkeypatch.setattr(record, "record_result", failing)
+    assert run.main(place.arguments("strategy=prompt_lookup")) == 1
+    assert "TPOT, median ms" in capsys.readouterr().out
+    assert place.newest().status == "FAILED"

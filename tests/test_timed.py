@@ -15,8 +15,11 @@ from toy_clock import (
 from toy_engine import build_decoder, chain, collect, model_drafter, requests_for
 from toy_models import random_prompts, tiny_model
 
+from experiments.measure import measure
+from experiments.metrics import passes
 from experiments.timed import DRAFT_PHASES, TARGET_PHASES, Recorder, TimedRunner, time_parts
 from experiments.trace import PassEvent
+from specdec.decoding.speculative import SpeculativeDecoder
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.runner import ModelRunner
 from specdec.sampling import Sampler
@@ -118,3 +121,24 @@ def test_real_models_write_the_same_with_timers(one_thread: None) -> None:
     assert texts[0] == texts[1]
     assert recorder is not None
     assert {event.phase for event in recorder.trace.passes} == {"prefill", "draft_prefill", "draft", "verify"}
+
+
+def test_restored_parts_are_those_before() -> None:
+    model, prompts = tiny_model(), random_prompts([9])
+    decoder = build_decoder(ModelRunner(model, 1, 40), num_slots=1, drafter=model_drafter(model, 1, 40))
+    assert isinstance(decoder, SpeculativeDecoder)
+    runner, drafter = decoder.runner, decoder.drafter
+    assert isinstance(drafter, DraftModelDrafter)
+    draft_runner = drafter.runner
+    for _ in range(3):
+        measure({"arm": decoder}, [requests_for(prompts, 4)], warmup=0)
+    assert decoder.runner is runner
+    assert decoder.drafter is drafter
+    assert drafter.runner is draft_runner
+
+
+def test_a_prompt_read_in_chunks_counts_its_passes() -> None:
+    decoder = build_decoder(ModelRunner(tiny_model(), 1, 40, prefill_chunk=4), num_slots=1)
+    (trace,) = measure({"arm": decoder}, [requests_for(random_prompts([9]), 2)], warmup=0)
+    assert [event.num_passes for event in trace.passes] == [3, 1]
+    assert passes([trace]) == {"passes/target": 4, "passes/draft": 0}

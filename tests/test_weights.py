@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +21,7 @@ from quant.weights.bnb_nf4 import BnbNf4Weights
 from quant.weights.plain import PlainWeights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+CHECKOUT = Path(__file__).resolve().parents[1]
 
 
 def model_of(*, tied: bool = True, **sizes: Any) -> PreTrainedModel:
@@ -166,3 +171,22 @@ def test_each_format_converts_in_place_and_still_computes(name: str) -> None:
 def plugins_options(name: str) -> BnbNf4Weights | PlainWeights:
     plugins.register_all()
     return plugins.default_options("weights", name)
+
+
+def test_importing_bitsandbytes_never_asks_a_hub_for_code(tmp_path: Path) -> None:
+    """A package `kernels` on the path stands for the one that downloads; in a process that has not imported yet."""
+    (tmp_path / "kernels.py").write_text(
+        "def get_kernel(*_, **__):\n    raise SystemExit('hub code would run')\n"
+    )
+    program = (
+        "import sys; from quant.weights.bnb_nf4 import _bitsandbytes; "
+        f"sys.path.insert(0, {str(tmp_path)!r}); print(_bitsandbytes().__name__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "bitsandbytes"), done.stderr

@@ -42,14 +42,15 @@ def _bitsandbytes() -> Any:
     kernel from a hub, and warns if it can't have one. This format means the library's own kernel.
     """
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    blocked = "kernels" not in sys.modules and "bitsandbytes" not in sys.modules
-    if blocked:
-        sys.modules["kernels"] = None  # type: ignore[assignment]
+    before = sys.modules.get("kernels")
+    sys.modules["kernels"] = None  # type: ignore[assignment]  # makes its import fail
     try:
         return importlib.import_module("bitsandbytes")
     finally:
-        if blocked:
+        if before is None:
             del sys.modules["kernels"]
+        else:
+            sys.modules["kernels"] = before
 
 
 def _nf4_linear(name: str, linear: nn.Linear) -> nn.Module:
