@@ -95,7 +95,12 @@ def explain(error: BaseException) -> str:
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
         return f"unknown {group} '{name}'; known: {', '.join(error.options)}"
     if isinstance(error, OverrideParseException):
-        return f"can't read the argument '{error.override}': expected key=value"
+        return (
+            f"can't read the argument '{error.override}': expected key=value, with a value that has brackets, commas "
+            "or an equals sign in quotes of its own, as in \"key='a (b)'\""
+        )
+    if str(error).startswith("Ambiguous value"):
+        return f"{_first_line(error)}: add -m to sweep over several values"
     cause = error.__cause__
     if isinstance(cause, OmegaConfBaseException):
         return _explain_value(cause) or _first_line(cause)
@@ -117,10 +122,18 @@ def _explain_value(error: OmegaConfBaseException) -> str | None:
         return f"'{error.full_key or error.key}' has no value"
     if not known:
         return f"unknown key '{error.full_key}': this strategy has no {section}"
-    close = difflib.get_close_matches(str(error.key), known, n=1)
+    close = _nested(node, str(error.key)) or difflib.get_close_matches(str(error.key), known, n=1)
     hint = f"did you mean '{close[0]}'? " if close else ""
     where = f" in {section}" if section else ""
     return f"unknown key '{error.full_key or error.key}'; {hint}known{where}: {', '.join(known)}"
+
+
+def _nested(node: DictConfig, key: str) -> list[str]:
+    """Where a key stands deeper in the configuration: `temperature` is `sampling.temperature`."""
+    sections = [name for name in node if isinstance(node._get_node(name), DictConfig) and name != "hydra"]
+    return [
+        f"{name}.{key}" for name in map(str, sections) if not node._is_none() and key in (node[name] or {})
+    ]
 
 
 def _first_line(error: BaseException) -> str:

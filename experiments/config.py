@@ -86,6 +86,7 @@ class RunConfig:
     plugin: str | None = None
 
     def __post_init__(self) -> None:
+        check(bool(self.study.strip()), "study", repr(self.study), "the name of an MLflow experiment")
         check(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
         check(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         check(self.device in DEVICES, "device", self.device, f"one of {', '.join(DEVICES)}")

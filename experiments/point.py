@@ -14,7 +14,7 @@ import torch
 
 from experiments import equivalence, plugins, statistics
 from experiments.config import RunConfig
-from experiments.environment import default_threads
+from experiments.environment import default_threads, quota_cores
 from experiments.equivalence import Comparison
 from experiments.load import ForeignLoad, LoadMeter
 from experiments.measure import measure
@@ -82,6 +82,10 @@ def prepare(config: RunConfig) -> PreparedPoint:
     Raises ValueError or BundledModelError, in one line, for whatever can be known to be wrong before weights
     are loaded: names, files, vocabularies, model families, texts beyond the context.
     """
+    if config.threads is not None and config.threads > quota_cores():
+        raise ValueError(
+            f"threads={config.threads}: expected at most {quota_cores()}, the cores this process may keep busy"
+        )
     device = resolve_device(config.device)
     config = replace(
         config,

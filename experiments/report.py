@@ -114,7 +114,7 @@ def notes(result: PointResult) -> list[str]:
     if result.validity != "ok":
         lines.append(
             f"noisy: other processes kept {result.foreign_load.cores:.1f} cores busy meanwhile; "
-            "trust no time of this run"
+            "trust no time of this run (threads=1 suffers least)"
         )
     spent = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in result.seconds.items())
     return [*lines, f"time: {spent}"]

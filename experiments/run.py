@@ -38,6 +38,7 @@ def run_point(config: RunConfig, sweep: Sweep) -> None:
     except (ValueError, BundledModelError) as error:
         raise BadInputError(str(error)) from error
     _print(report.plan_lines(point))
+    OUT.print(f"loads, warms up, then measures {point.num_block_runs} blocks of prompts in turn")
     sweep.studies.add(config.study)
     store = tracking.open_store()
     name = f"{point.config.strategy} {point.config_hash[:6]}"

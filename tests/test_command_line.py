@@ -301,3 +301,24 @@ def test_a_real_sweep_keeps_what_was_measured(
     assert text.count("| exact |") == 2
     assert "* failed: point 2" in text
     assert "* failed: point 3" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["temperature=0.8"], "did you mean 'sampling.temperature'?"),
+        (["strategy=baseline,specdec"], "add -m to sweep"),
+        (["workload=jsonl", "workload.path=a=b"], "quotes of its own"),
+        (["threads=4096"], "expected at most"),
+        (["study="], "study=''"),
+    ],
+)
+def test_common_mistakes_are_told_the_way_out(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from experiments import run
+
+    assert run.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert words in line
