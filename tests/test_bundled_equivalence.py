@@ -66,7 +66,8 @@ def test_speculative_output_is_greedy_output(
     assert sum(sum(step.accepted) for step in steps) > 0  # else nothing was speculative
 
 
-def test_sample_greedy_output_is_that_of_transformers(
+@pytest.mark.sample
+def test_greedy_output_is_that_of_transformers(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, greedy: list[list[int]]
 ) -> None:
     for prompt, answer in list(zip(real_prompts(tokenizer, 8), greedy, strict=True))[:4]:
