@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from experiments import plugins
 from experiments.config import CONFIG_DIR, RunConfig, plugin_file, typed
-from experiments.tracking import StoreError
+from experiments.tracking import StoreError, Terminated
 
 BAD_INPUT_STATUS = 2
 FAILURE_STATUS = 1
@@ -69,8 +69,11 @@ def run_jobs(job: Job, on_sweep_end: Callable[[Sweep], None], arguments: Sequenc
         print(f"error: {explain(error)}", file=sys.stderr)
         return BAD_INPUT_STATUS
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("interrupted: a run that was under way is logged as KILLED", file=sys.stderr)
         return INTERRUPTED_STATUS
+    except Terminated as error:
+        print("terminated: a run that was under way is logged as KILLED", file=sys.stderr)
+        return int(error.code or FAILURE_STATUS)
     finally:
         # Also after Ctrl-C: the points that are done keep their report.
         if is_sweep:

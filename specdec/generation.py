@@ -45,7 +45,7 @@ def generate(
 
     Raises:
         ValueError: an unknown model family, a text beyond the model's context, a draft model of another
-            vocabulary, or a value out of range; the message names it.
+            vocabulary, a prompt that is text or a bare number, or a value out of range; the message names it.
     """
     steps = generate_steps(
         model,
@@ -80,7 +80,7 @@ def generate_steps(
     """Like `generate`, one `StepOutput` per pass of the target; request ids are the prompts' indices."""
     if draft_length < 1:
         raise ValueError(f"draft_length={draft_length}: expected at least 1")
-    requests = [Request(i, tuple(prompt), max_new_tokens) for i, prompt in enumerate(prompts)]
+    requests = [Request(i, _token_ids(i, prompt), max_new_tokens) for i, prompt in enumerate(prompts)]
     if not requests:
         return iter(())
     slots = len(requests) if num_slots is None else num_slots
@@ -111,6 +111,14 @@ def end_of_text_ids(model: PreTrainedModel) -> frozenset[int]:
     ids = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = model.config.eos_token_id if ids is None else ids
     return frozenset([ids] if isinstance(ids, int) else ids or [])
+
+
+def _token_ids(index: int, prompt: object) -> tuple[int, ...]:
+    if isinstance(prompt, (int, str)):
+        raise ValueError(
+            f"prompt {index} is {prompt!r}: expected a list of prompts, each a list of token ids (tokenize text first)"
+        )
+    return tuple(prompt)  # type: ignore[arg-type]
 
 
 def _drafter_options(

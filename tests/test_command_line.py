@@ -88,7 +88,7 @@ def test_an_interrupt_has_a_status_of_its_own(capsys: pytest.CaptureFixture[str]
         raise KeyboardInterrupt
 
     assert Jobs(fail).run("strategy=baseline") == 130
-    assert capsys.readouterr().err == "interrupted\n"
+    assert capsys.readouterr().err == "interrupted: a run that was under way is logged as KILLED\n"
 
 
 @pytest.mark.parametrize("argument", ["strategy=x", "batchsize=1", "batch_size=four", "batch_size=0", "x"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from toy_models import greedy_reference, random_prompts, tiny_model
@@ -162,3 +164,10 @@ def test_a_seed_is_a_seed(model: PreTrainedModel) -> None:
     first = answers(5)
     torch.manual_seed(1)
     assert answers(5) == first
+
+
+@pytest.mark.parametrize(("prompts", "shown"), [([3, 4], "3"), (["hello"], "'hello'"), ("hello", "'h'")])
+def test_text_or_a_bare_prompt_is_told_what_is_expected(prompts: Any, shown: str) -> None:
+    with pytest.raises(ValueError, match="expected a list of prompts, each a list of token ids") as caught:
+        generate(tiny_model(), prompts)
+    assert f"prompt 0 is {shown}:" in str(caught.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -413,3 +414,37 @@ def test_a_result_is_shown_before_the_store_can_fail(
     assert run.main(place.arguments("strategy=prompt_lookup")) == 1
     assert "TPOT, median ms" in capsys.readouterr().out
     assert place.newest().status == "FAILED"
+
+
+@pytest.mark.parametrize(
+    ("signal_number", "status", "word"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+)
+def test_a_signal_leaves_a_killed_run_and_a_line(
+    place: Workplace, signal_number: int, status: int, word: str
+) -> None:
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "experiments.run",
+            *place.arguments("strategy=baseline", "measure.repeats=100000"),
+        ],
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if line.startswith("memory"):  # loaded: the run is open and being measured
+                break
+        process.send_signal(signal_number)
+        _, shown = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == status
+    assert shown.splitlines()[-1].startswith(f"{word}: ")
+    found = place.newest()
+    assert (found.status, found.tags["validity"]) == ("KILLED", "interrupted")
