@@ -116,7 +116,13 @@ def build_parts(arm: Arm, pool: ModelPool, settings: EngineSettings) -> Decoding
     )
     sampler = Sampler(SamplingParams(settings.temperature))
     context = DrafterContext(
-        settings.num_slots, settings.capacity, runner.vocab_size, runner.device, sampler, pool.draft
+        settings.num_slots,
+        settings.capacity,
+        runner.vocab_size,
+        runner.device,
+        sampler,
+        pool.draft,
+        settings.prefill_chunk,
     )
     return DecodingParts(
         runner,

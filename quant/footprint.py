@@ -31,7 +31,10 @@ def read_bytes_per_pass(model: nn.Module) -> int:
 
 
 def quantized_share(model: nn.Module) -> float:
-    """Share of the parameters, counted as numbers, that are stored in fewer than 16 bits."""
+    """Share of the parameters, counted as numbers, that are really quantized: those with a bitsandbytes state.
+
+    The one packed format there is so far; a format that packs otherwise has to be told apart here.
+    """
     quantized = total = 0
     seen = set()
     for module in model.modules():

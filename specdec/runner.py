@@ -94,8 +94,8 @@ class ModelRunner:
     def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:
         """Read each prompt into its (empty) slot: logits `[B, V]` at the prompts' last positions.
 
-        One row at a time: prompts of unequal length need no padding, and reading is limited by arithmetic,
-        so that a joint pass would gain nothing.
+        One row at a time, so that prompts of unequal length need no padding. Where a single short prompt leaves the
+        arithmetic idle (a large GPU), a joint pass would be faster; there is none yet.
         """
         return torch.cat(
             [self._prefill_row(prompt, slot) for prompt, slot in zip(prompts, slots, strict=True)]

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
+import torch
+from toy_folders import save_model
 
 from experiments import plugins
-from experiments.config import compose_run
-from experiments.strategy import Arms, arms_of
+from experiments.config import ModelConfig, compose_run
+from experiments.models import ModelPool
+from experiments.strategy import Arms, EngineSettings, arms_of, build_parts
+from specdec.drafters.draft_model import DraftModelDrafter
+from specdec.progress import StopTokens
 
 
 def arms(*overrides: str) -> Arms:
@@ -89,3 +95,13 @@ def test_a_verifier_that_declares_nothing_is_not_lossless() -> None:
         lossless = False
 
     assert not dataclasses.replace(found, verifier=Hopeful()).declares_lossless
+
+
+def test_the_draft_model_reads_prompts_in_the_same_chunks(tmp_path: Path) -> None:
+    settings = EngineSettings(1, 40, 0.0, 0, StopTokens(), prefill_chunk=4)
+    arm = arms_of(compose_run(["strategy=specdec", "drafter.weights=plain"])).strategy
+    save_model(tmp_path / "target")
+    pool = ModelPool(ModelConfig(str(tmp_path / "target")), torch.float32, torch.device("cpu"))
+    parts = build_parts(arm, pool, settings)
+    assert isinstance(parts.drafter, DraftModelDrafter)
+    assert parts.drafter.runner.prefill_chunk == parts.runner.prefill_chunk == 4

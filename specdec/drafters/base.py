@@ -47,7 +47,8 @@ class DrafterContext:
     """What a drafter may build on.
 
     `load_draft_model(weights)` loads the draft model in a weight format named by the caller's registry; "" is the
-    caller's default for that model. Raises ValueError where no draft model is configured.
+    caller's default for that model. Raises ValueError where no draft model is configured. `prefill_chunk` is the
+    target's: tokens per prefill pass, None for whole prompts.
     """
 
     num_slots: int
@@ -56,6 +57,7 @@ class DrafterContext:
     device: torch.device
     sampler: Sampler
     load_draft_model: Callable[[str], PreTrainedModel]
+    prefill_chunk: int | None = None
 
 
 @dataclass

@@ -89,7 +89,9 @@ class DraftModelOptions(DrafterOptions):
     def build(self, context: DrafterContext) -> DraftModelDrafter:
         model = context.load_draft_model(self.weights)
         try:
-            runner = ModelRunner(model, context.num_slots, context.capacity)
+            runner = ModelRunner(
+                model, context.num_slots, context.capacity, prefill_chunk=context.prefill_chunk
+            )
         except ValueError as error:
             raise ValueError(f"the draft model can't be used: {error}") from error
         if runner.vocab_size != context.vocab_size:
