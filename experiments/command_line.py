@@ -62,10 +62,21 @@ def run_jobs(job: Job, on_sweep_end: Callable[[Sweep], None], arguments: Sequenc
     is_sweep = any(argument in SWEEP_FLAGS for argument in arguments)
     sweep = Sweep(uuid.uuid4().hex[:8] if is_sweep else None)
     try:
-        plugins.register_all(plugin_file(arguments))
-        run_hydra = _sweep_main if is_sweep else _hydra_main
-        run_hydra(lambda config: _run_point(job, sweep, config), arguments)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        status = guarded(lambda: _run_all(job, sweep, arguments))
+    finally:
+        # Also after Ctrl-C: the points that are done keep their report.
+        if is_sweep:
+            _end_sweep(sweep, on_sweep_end)
+    if status or not is_sweep:
+        return status or sweep.status
+    return min(sweep.status, FAILURE_STATUS)
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """A command's exit status; a mistake of the user, a full store and a signal are one line on standard error."""
+    try:
+        return command()
+    except (HydraException, OmegaConfBaseException, StoreError) as error:
         print(f"error: {explain(error)}", file=sys.stderr)
         return BAD_INPUT_STATUS
     except KeyboardInterrupt:
@@ -74,11 +85,18 @@ def run_jobs(job: Job, on_sweep_end: Callable[[Sweep], None], arguments: Sequenc
     except Terminated as error:
         print("terminated: a run that was under way is logged as KILLED", file=sys.stderr)
         return int(error.code or FAILURE_STATUS)
-    finally:
-        # Also after Ctrl-C: the points that are done keep their report.
-        if is_sweep:
-            _end_sweep(sweep, on_sweep_end)
-    return min(sweep.status, FAILURE_STATUS) if is_sweep else sweep.status
+
+
+def _run_all(job: Job, sweep: Sweep, arguments: Sequence[str]) -> int:
+    """The status of what kept all points from running, else 0; `sweep` has the points'."""
+    try:
+        plugins.register_all(plugin_file(arguments))
+        run_hydra = _sweep_main if sweep.sweep_id is not None else _hydra_main
+        run_hydra(lambda config: _run_point(job, sweep, config), arguments)
+    except ValueError as error:
+        print(f"error: {explain(error)}", file=sys.stderr)
+        return BAD_INPUT_STATUS
+    return 0
 
 
 def _end_sweep(sweep: Sweep, on_sweep_end: Callable[[Sweep], None]) -> None:

@@ -6,10 +6,10 @@ The classes know nothing of what they configure; Hydra composes them from `conf/
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -21,6 +21,7 @@ from experiments import plugins
 CONFIG_DIR = Path(__file__).parent / "conf"
 DTYPES = ("auto", "bf16", "fp16", "fp32", "fp64")
 DEVICES = ("auto", "cpu", "cuda")
+CEILINGS = ("auto", "refresh", "skip")
 
 
 def check(condition: bool, name: str, value: object, expected: str) -> None:
@@ -51,14 +52,23 @@ class SamplingConfig:
 
 @dataclass
 class MeasureConfig:
-    """`repeats` of the whole workload are measured, after `warmup` unmeasured blocks of prompts per arm."""
+    """`repeats` of the whole workload are measured, after a warm-up of at least `warmup` rounds (0: none).
+
+    `aa`: a reference is measured a second time, which shows the noise. `ceilings`: what the machine can do is looked
+    up or measured (`auto`), measured again (`refresh`), or left out (`skip`). `memory`: the strategy is run once
+    more, alone in a process of its own, for its peak memory.
+    """
 
     repeats: int = 1
-    warmup: int = 1
+    warmup: int = 2
+    aa: bool = True
+    ceilings: str = "auto"
+    memory: bool = True
 
     def __post_init__(self) -> None:
         check(self.repeats >= 1, "measure.repeats", self.repeats, "at least 1")
         check(self.warmup >= 0, "measure.warmup", self.warmup, "at least 0")
+        check(self.ceilings in CEILINGS, "measure.ceilings", self.ceilings, f"one of {', '.join(CEILINGS)}")
 
 
 @dataclass
@@ -130,13 +140,52 @@ def _refuse_additions(node: DictConfig, prefix: str) -> None:
     schema = OmegaConf.get_type(node)
     if not dataclasses.is_dataclass(schema):
         raise ValueError(f"{prefix}{', '.join(map(str, node))}: this strategy has no {prefix.rstrip('.')}")
-    known = sorted(f.name for f in dataclasses.fields(schema))
     for key in map(str, node):
-        if key not in known:
-            raise ValueError(f"unknown key '{prefix}{key}'; known: {', '.join(known)}")
+        _check_known(schema, key, prefix)
         child = node._get_node(key)
         if isinstance(child, DictConfig) and not child._is_none():
             _refuse_additions(child, f"{prefix}{key}.")
+
+
+def _check_known(schema: Any, key: str, prefix: str) -> None:
+    known = sorted(f.name for f in dataclasses.fields(schema))
+    if key not in known:
+        raise ValueError(f"unknown key '{prefix}{key}'; known: {', '.join(known)}")
+
+
+def from_resolved(values: Mapping[str, Any]) -> RunConfig:
+    """The configuration that `dataclasses.asdict` turned into these plain values, as in `config/resolved.yaml`.
+
+    A setting that is not there has its default, so what an older version logged can be read; types are not
+    checked again. Raises ValueError, in one line, for an unknown key or plug-in (listing the known ones), a
+    value that is missing or out of range, or whatever is wrong with the file of `plugin`.
+    """
+    plugins.register_all(values.get("plugin"))
+    return _filled(RunConfig, values, "")
+
+
+def _filled(schema: type, values: Mapping[str, Any], prefix: str) -> Any:
+    """An instance of a dataclass; `prefix` is where it stands, as in `workload.`."""
+    types = get_type_hints(schema)
+    arguments = {}
+    for key, value in values.items():
+        _check_known(schema, key, prefix)
+        arguments[key] = _from_plain(types[key], value, f"{prefix}{key}")
+    for one in dataclasses.fields(schema):
+        if one.default == MISSING and arguments.get(one.name) is None:
+            raise ValueError(f"'{prefix}{one.name}' has no value")
+    return schema(**arguments)
+
+
+def _from_plain(schema: Any, value: Any, key: str) -> Any:
+    is_plugin = key in plugins.GROUPS
+    if value is None or not (is_plugin or dataclasses.is_dataclass(schema)):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{key}={value}: expected the settings of {key}, by name")
+    if is_plugin and "name" not in value:
+        raise ValueError(f"'{key}.name' has no value; known: {', '.join(plugins.known(key))}")
+    return _filled(plugins._lookup(key, str(value["name"])) if is_plugin else schema, value, f"{key}.")
 
 
 def plugin_file(overrides: Sequence[str]) -> str | None:

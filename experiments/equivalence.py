@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from experiments.text_replay import Position, read_at_once, recorded_plan, replay, single_token_plan
-from experiments.trace import Trace
+from experiments.trace import Trace, timelines
 from specdec.decoding.base import DecodingParts
 from specdec.types import Request
 
@@ -74,6 +74,27 @@ def compare_block(
             evidence.get((request_id, position)),
         )
         for request_id, position in mismatches.items()
+    ]
+
+
+def compare_traces(
+    traces: Sequence[Trace],
+    twin_traces: Sequence[Trace],
+    blocks: Sequence[Sequence[Request]],
+    fresh_parts: Callable[[], DecodingParts],
+) -> list[Comparison]:
+    """Grade every request of every (repeat, block) of one arm against its twin's, greedy decoding of both assumed."""
+    twins = {(trace.repeat, trace.block): trace for trace in twin_traces}
+    return [
+        comparison
+        for trace in traces
+        for comparison in compare_block(
+            trace,
+            blocks[trace.block],
+            _answers(trace),
+            _answers(twins[trace.repeat, trace.block]),
+            fresh_parts,
+        )
     ]
 
 
@@ -136,6 +157,10 @@ def _mismatch(
     # Either of the two logits may move by as much as any does.
     grade = NEAR_TIE if reproduced and margin <= 2 * rounding else DIVERGED
     return Comparison(request_id, grade, position, ours, twins, margin, rounding)
+
+
+def _answers(trace: Trace) -> dict[int, tuple[int, ...]]:
+    return {timeline.request_id: timeline.token_ids for timeline in timelines(trace)}
 
 
 def _token_at(tokens: Sequence[int], index: int) -> int | None:

@@ -53,10 +53,10 @@ def latency(traces: Sequence[Trace]) -> dict[str, float]:
     gaps = [value for request in requests for value in request.step_gaps_ms]
     tpot = [request.tpot_ms for request in requests if request.tpot_ms is not None]
     return {
-        **_stats("latency/ttft_ms", [request.ttft_ms for request in requests], "p50", "p90", "mean"),
-        **_stats("latency/itl_ms", itl, "p50", "p90", "p99", "max", "mean"),
-        **_stats("latency/tpot_ms", tpot, "p50", "mean"),
-        **_stats("latency/step_gap_ms", gaps, "p50", "p99", "max"),
+        **_stats("latency/ttft_ms", [request.ttft_ms for request in requests], "p50", "p90", "mean", "n"),
+        **_stats("latency/itl_ms", itl, "p50", "p90", "p99", "max", "mean", "n"),
+        **_stats("latency/tpot_ms", tpot, "p50", "mean", "n"),
+        **_stats("latency/step_gap_ms", gaps, "p50", "p99", "max", "n"),
         **_stats("latency/queue_ms", [1e3 * timeline.queued_s for timeline in found], "mean"),
         **_stats("latency/total_s", [request.total_ms / 1e3 for request in requests], "mean"),
     }
@@ -104,14 +104,15 @@ def speculation(traces: Sequence[Trace]) -> dict[str, float]:
     """`spec/...`; empty for traces without a verify pass.
 
     `acceptance_rate` is a ratio of sums. `accept_pos_<i>` is the share of steps that drafted at least i tokens in
-    which the i-th was accepted. Draft and verify times are measured as such; overhead is what a step took
-    beyond the two, which lie within it.
+    which the i-th was accepted, `accept_cond_<i>` the same share of those in which the one before it was. Draft and
+    verify times are measured as such; overhead is what a step took beyond the two, which lie within it.
     """
     steps = [step for step in _decode_steps(traces) if step.output.phase == "verify"]
     if not steps:
         return {}
-    pairs = [pair for s in steps for pair in zip(s.output.drafted, s.output.accepted, strict=True)]
-    drafted, accepted = sum(d for d, _ in pairs), sum(a for _, a in pairs)
+    by_position = acceptance_by_position(traces)
+    drafted = sum(sum(step.output.drafted) for step in steps)
+    accepted = sum(sum(step.output.accepted) for step in steps)
     verify_s = [e.end_s - e.start_s for trace in traces for e in trace.passes if e.phase == "verify"]
     draft_s = [e.end_s - e.start_s for trace in traces for e in trace.proposals]
     step_s = [step.end_s - step.start_s for step in steps]
@@ -120,7 +121,8 @@ def speculation(traces: Sequence[Trace]) -> dict[str, float]:
         "spec/drafted": drafted,
         "spec/accepted": accepted,
         **({"spec/acceptance_rate": accepted / drafted} if drafted else {}),
-        **_acceptance_by_position(pairs),
+        **{f"spec/accept_pos_{p.position}": p.accepted / p.drafted for p in by_position},
+        **{f"spec/accept_cond_{p.position}": p.accepted / p.reached for p in by_position if p.reached},
         **_stats("spec/draft_ms", [1e3 * value for value in draft_s], "mean"),
         **_stats("spec/verify_ms", [1e3 * value for value in verify_s], "mean"),
         "spec/overhead_ms.mean": 1e3 * overhead_s,
@@ -138,24 +140,88 @@ def arm_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     }
 
 
-def is_repetitive(token_ids: Sequence[int], max_period: int = 8, min_tokens: int = 24) -> bool:
-    """Does the text end in a loop: at least `min_tokens` tokens of a period of at most `max_period`?
+def predicted_speedup(
+    acceptance_rate: float, num_drafted: float, draft_cost: float, verify_cost: float
+) -> float:
+    """Expected speed-up if every draft token were accepted with the same probability, independently.
+
+    Leviathan et al. 2023, theorem 3.8, with a verify pass that need not cost what a plain pass does.
+
+    Args:
+        num_drafted: draft tokens per step.
+        draft_cost: time to draft one token, in plain decoding steps.
+        verify_cost: time of all the rest of a step, in plain decoding steps.
+    """
+    cost = num_drafted * draft_cost + verify_cost
+    if acceptance_rate == 1:
+        return (num_drafted + 1) / cost
+    return (1 - acceptance_rate ** (num_drafted + 1)) / (1 - acceptance_rate) / cost
+
+
+def prediction(strategy: Sequence[Trace], plain: Sequence[Trace]) -> dict[str, float]:
+    """`spec/predicted_speedup` from measured costs and acceptance; empty without drafts or plain decode steps."""
+    found = speculation(strategy)
+    drafted = found.get("spec/drafted", 0)
+    plain_steps = _decode_steps(plain)
+    if not drafted or not plain_steps:
+        return {}
+    plain_s = sum(step.duration_s for step in plain_steps) / len(plain_steps)
+    steps = [step for step in _decode_steps(strategy) if step.output.phase == "verify"]
+    draft_s = sum(event.duration_s for trace in strategy for event in trace.proposals)
+    rest_s = (sum(step.duration_s for step in steps) - draft_s) / len(steps)
+    row_steps = sum(len(step.output.request_ids) for step in steps)
+    per_step = drafted / row_steps
+    rate = found["spec/acceptance_rate"]
+    drafting = draft_s / len(steps) / per_step / plain_s
+    return {"spec/predicted_speedup": predicted_speedup(rate, per_step, drafting, rest_s / plain_s)}
+
+
+# A text that ends in a loop: this many tokens at least, this many rounds at least, of at most this many tokens each.
+LOOP_TOKENS = 16
+LOOP_ROUNDS = 3
+LOOP_PERIOD = 32
+
+
+def is_repetitive(token_ids: Sequence[int]) -> bool:
+    """Does the text end in a loop: the same few tokens again and again?
 
     Such output is degenerate and makes any copying drafter look fast.
     """
-    tail = list(token_ids[-min_tokens:])
-    if len(tail) < min_tokens:
-        return False
-    return any(tail[period:] == tail[:-period] for period in range(1, max_period + 1))
+    text = list(token_ids)
+    for period in range(1, LOOP_PERIOD + 1):
+        length = max(LOOP_TOKENS, LOOP_ROUNDS * period)
+        if length > len(text):
+            continue
+        tail = text[-length:]
+        if tail[period:] == tail[:-period]:
+            return True
+    return False
 
 
-def _acceptance_by_position(pairs: Sequence[tuple[int, int]]) -> dict[str, float]:
+@dataclass(frozen=True)
+class PositionAcceptance:
+    """Draft position 1, 2, ...: steps that drafted it, those whose earlier drafts all stood, and it was accepted."""
+
+    position: int
+    drafted: int
+    reached: int
+    accepted: int
+
+
+def acceptance_by_position(traces: Sequence[Trace]) -> list[PositionAcceptance]:
+    """Over all rows of all steps; tokens behind a stop or limit are in none of the counts."""
+    steps = _decode_steps(traces)
+    pairs = [pair for s in steps for pair in zip(s.output.drafted, s.output.accepted, strict=True)]
     deepest = max((drafted for drafted, _ in pairs), default=0)
-    rates = {}
-    for position in range(1, deepest + 1):
-        reached = [accepted >= position for drafted, accepted in pairs if drafted >= position]
-        rates[f"spec/accept_pos_{position}"] = sum(reached) / len(reached)
-    return rates
+    return [
+        PositionAcceptance(
+            position,
+            sum(drafted >= position for drafted, _ in pairs),
+            sum(drafted >= position and accepted >= position - 1 for drafted, accepted in pairs),
+            sum(accepted >= position for _, accepted in pairs),
+        )
+        for position in range(1, deepest + 1)
+    ]
 
 
 def _decode_steps(traces: Sequence[Trace]) -> list:
@@ -178,6 +244,7 @@ def _stats(name: str, values: Sequence[float], *stats: str) -> dict[str, float]:
     known = {
         "mean": lambda: float(np.mean(values)),
         "max": lambda: float(np.max(values)),
+        "n": lambda: float(len(values)),
         "p50": lambda: float(np.percentile(values, 50)),
         "p90": lambda: float(np.percentile(values, 90)),
         "p99": lambda: float(np.percentile(values, 99)),

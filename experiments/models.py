@@ -80,13 +80,24 @@ class ModelSource:
             raise ValueError(f"{self.role}={self.name}: can't be loaded: {reason[:300]}") from error
 
 
+# By source, revision, dtype, device and weight format.
+LoadedModels = dict[str, PreTrainedModel]
+
+
 class ModelPool:
     """The models of one run, each loaded once: arms that share a target share its weights.
 
-    Raises ValueError when the draft model's vocabulary is not the target's.
+    Pools that are given the same `loaded` share models too. Raises ValueError when the draft model's vocabulary is
+    not the target's.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        loaded: LoadedModels | None = None,
+    ) -> None:
         transformers.utils.logging.disable_progress_bar()
         self.dtype = dtype
         self.device = device
@@ -103,7 +114,7 @@ class ModelPool:
             self.draft_config = self._draft.config()
             self.configs[f"{self._draft.role}={self._draft.name}"] = self.draft_config
             self._check_vocabulary(self._draft, self.draft_config.vocab_size)
-        self._loaded: dict[str, PreTrainedModel] = {}
+        self._loaded: LoadedModels = {} if loaded is None else loaded
 
     def target(self, weights: Any) -> PreTrainedModel:
         """The target in a weight format (its options)."""
@@ -130,7 +141,7 @@ class ModelPool:
         return getattr(self.draft_config, "_commit_hash", None)
 
     def _get(self, source: ModelSource, weights: Any, setting: str) -> PreTrainedModel:
-        key = f"{source.name}@{source.revision} {weights}"
+        key = f"{source.name}@{source.revision} {self.dtype} {self.device} {weights}"
         if key not in self._loaded:
             model = source.model(self.dtype, self.device)
             try:

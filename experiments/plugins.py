@@ -97,6 +97,11 @@ def _modules(package: str) -> Iterator[ModuleType]:
 def _load_external(path: str) -> ModuleType:
     if not Path(path).is_file():
         raise ValueError(f"plugin={path}: no such file")
+    return _executed(path, Path(path).resolve(), Path(path).stat().st_mtime_ns)
+
+
+@cache  # executing a file twice would make second classes of its options, which equal none of the first
+def _executed(path: str, place: Path, changed_ns: int) -> ModuleType:
     spec = importlib.util.spec_from_file_location(EXTERNAL_PREFIX + Path(path).stem, path)
     if spec is None or spec.loader is None:
         raise ValueError(f"plugin={path}: not a Python file")

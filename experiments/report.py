@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rich.table import Table
 
+from experiments.bench import MIB, OK, Footprint, Measured
 from experiments.equivalence import EXACT, Comparison
-from experiments.point import MIB, Footprint, PointResult, PreparedPoint
-from experiments.statistics import Ratio
+from experiments.measured_point import PointResult
+from experiments.point import PreparedPoint
+from experiments.roofline import PassParts
+from experiments.statistics import Ratio, Unit, detectable_frac
 from experiments.strategy import Arm
 
 Format = Callable[[float], str]
@@ -32,6 +35,8 @@ HEADLINES: tuple[tuple[str, str, Format], ...] = (
     ("draft tokens accepted", "spec/acceptance_rate", _percent),
     ("weights, MiB", "memory/weights_mib", lambda value: f"{value:.0f}"),
     ("KV cache, MiB", "memory/kv_mib", _one_decimal),
+    ("of the read bandwidth, decoding", "roofline/mbu_target_pct", lambda value: f"{value:.0f} %"),
+    ("of the arithmetic, prefill", "roofline/mfu_prefill_pct", lambda value: f"{value:.0f} %"),
 )
 MISSING = "-"
 
@@ -39,25 +44,36 @@ MISSING = "-"
 def plan_lines(point: PreparedPoint) -> list[str]:
     """What is about to be measured, before anything is loaded."""
     config = point.config
-    tokens = sorted(len(request.prompt_ids) for request in point.requests)
     draft = f", draft: {config.model.draft}" if config.model.draft else ""
     return [
         f"strategy   {config.strategy}: {variant(point.arms.strategy)}",
         f"references {', '.join(arm.name for arm in point.arms.distinct[1:]) or 'none: it is its own reference'}",
         f"model      {config.model.target}{draft}",
-        f"machine    {config.device}, {config.dtype}, {config.threads} threads",
-        f"workload   {config.workload.name}: {len(tokens)} prompts of {tokens[0]} to {tokens[-1]} tokens, "
-        f"{config.workload.max_new_tokens} new tokens, batch {config.batch_size}, "
-        f"{config.measure.repeats} x, seed {config.seed}",
+        f"machine    {config.device}, {config.dtype}, {threads(config.threads)}",
+        workload_line(point),
     ]
 
 
-def footprint_lines(footprints: dict[str, Footprint]) -> list[str]:
+def threads(number: int | None) -> str:
+    return "1 thread" if number == 1 else f"{number} threads"
+
+
+def workload_line(point: PreparedPoint) -> str:
+    config = point.config
+    tokens = sorted(len(request.prompt_ids) for request in point.requests)
+    return (
+        f"workload   {config.workload.name}: {len(tokens)} prompts of {tokens[0]} to {tokens[-1]} tokens, "
+        f"{config.workload.max_new_tokens} new tokens, batch {config.batch_size}, "
+        f"{config.measure.repeats} x, seed {config.seed}"
+    )
+
+
+def footprint_lines(footprints: Mapping[str, Footprint]) -> list[str]:
     """Bytes of each arm, once its weights are loaded."""
     return [
         f"memory     {arm}: weights {size.weights_bytes / MIB:.0f} MiB "
-        f"({size.weights_read_bytes / MIB:.0f} MiB read per target pass), "
-        f"KV {size.kv_bytes_per_token:,} bytes per token, {size.kv_allocated_bytes / MIB:.1f} MiB allocated"
+        f"({size.target.weights_read_bytes / MIB:.0f} MiB read per target pass), "
+        f"KV {size.target.kv_bytes_per_token:,} bytes per token, {size.kv_allocated_bytes / MIB:.1f} MiB allocated"
         for arm, size in footprints.items()
     ]
 
@@ -76,61 +92,148 @@ def variant(arm: Arm) -> str:
     return " / ".join(describe(part) for part in parts if part is not None)
 
 
-def console_table(result: PointResult) -> Table:
-    """The headline table: one column per arm, medians over requests."""
+Rows = list[list[str]]
+
+
+def point_rows(result: PointResult) -> Rows:
+    """The headline table of a point: one column per arm, medians over requests; the first row is the heading."""
+    arms = [arm.name for arm in result.point.arms.distinct]
+    references = [MISSING] * (len(arms) - 1)
+    speedup, verdict = result.speedups.get("decode_vs_plain"), result.verdict or MISSING
+    return [
+        *arm_rows(result.measured, arms),
+        ["decode speed-up [95 % interval]", ratio_text(speedup), *references],
+        ["verdict", verdict, *references],
+        ["output against its twin", result.equivalence, *references],
+    ]
+
+
+def arm_rows(measured: Measured, arms: Sequence[str]) -> Rows:
+    """What each arm shows by itself; a failed one has no figures."""
+    metrics = {arm: {} if arm in measured.failures else measured.metrics_of(arm) for arm in arms}
+    rows = [["arm", *arms]]
+    for heading, name, form in HEADLINES:
+        rows.append(
+            [heading, *(form(found[name]) if name in found else MISSING for found in metrics.values())]
+        )
+    return rows
+
+
+def console_table(rows: Rows) -> Table:
+    """Rows as a table for a terminal; the first row is the heading."""
     table = Table()
-    heading, *rows = _cells(result)
+    heading, *body = rows
     for index, cell in enumerate(heading):
-        table.add_column(cell, justify="left" if index == 0 else "right", no_wrap=True)
-    for row in rows:
+        # Only the first column may be broken: it is words.
+        is_first = index == 0
+        table.add_column(cell, justify="left" if is_first else "right", no_wrap=not is_first, overflow="fold")
+    for row in body:
         table.add_row(*row)
     return table
 
 
-def markdown_table(result: PointResult) -> str:
-    """The same table in Markdown."""
-    heading, *rows = _cells(result)
-    lines = [heading, ["---"] + ["---:"] * (len(heading) - 1), *rows]
+def markdown_table(rows: Rows) -> str:
+    """The same in Markdown."""
+    heading, *body = rows
+    lines = [heading, ["---"] + ["---:"] * (len(heading) - 1), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def notes(result: PointResult) -> list[str]:
-    """What the table can't say: mismatches one by one, prompts left out, where the time went."""
+    """What the table can't say: mismatches one by one, prompts left out, where the time went, how noisy it was."""
+    point, measured = result.point, result.measured
+    prompt_ids = [prompt.prompt_id for prompt in point.prompts]
+    lines = [
+        mismatch_line(comparison, prompt_ids, point.pool.tokenizer)
+        for comparison in result.comparisons
+        if comparison.grade != EXACT
+    ]
+    lines += excluded_lines(result.excluded, prompt_ids)
+    lines += step_lines(result.metrics)
+    lines += parts_lines(measured, [point.arms.strategy.name])
+    lines += noise_lines(measured)
+    if result.memory is not None:
+        lines.append(
+            f"memory of the strategy alone, in its own process: peak {result.memory.peak_mib:.0f} MiB, afterwards "
+            f"{result.memory.steady_mib:.0f} MiB, of which {result.memory.base_mib:.0f} MiB before the model"
+        )
+    if result.memory_error is not None:
+        lines.append(f"memory of the strategy alone was not measured: {result.memory_error}")
+    return [*lines, time_line(result.seconds)]
+
+
+def mismatch_line(comparison: Comparison, prompt_ids: Sequence[str], tokenizer: object) -> str:
+    return (
+        f"{comparison.grade}: prompt {prompt_ids[comparison.request_id]}, new token {comparison.position}: "
+        f"{_shown(tokenizer, comparison.token_id)}, twin {_shown(tokenizer, comparison.twin_token_id)}"
+        f"{_distance(comparison)}"
+    )
+
+
+def excluded_lines(excluded: Mapping[Unit, str], prompt_ids: Sequence[str]) -> list[str]:
+    return [
+        f"no speed-up from prompt {prompt_ids[request_id]}, repeat {repeat}: {reason}"
+        for (request_id, repeat), reason in excluded.items()
+    ]
+
+
+def parts_lines(measured: Measured, arms: Iterable[str]) -> list[str]:
+    """Where each arm's mean passes went, beside what this machine can do."""
+    return [
+        f"{arm}, a {label} pass: {_parts(parts)}"
+        for arm in arms
+        if arm not in measured.failures
+        for label, parts in measured.parts_of(arm).items()
+    ]
+
+
+def noise_lines(measured: Measured) -> list[str]:
+    """How far an arm is from itself, and what makes figures doubtful."""
     lines = []
-    for comparison in result.comparisons:
-        if comparison.grade != EXACT:
-            prompt = result.point.prompts[comparison.request_id].prompt_id
-            tokenizer = result.point.pool.tokenizer
-            lines.append(
-                f"{comparison.grade}: prompt {prompt}, new token {comparison.position}: "
-                f"{_shown(tokenizer, comparison.token_id)}, twin {_shown(tokenizer, comparison.twin_token_id)}"
-                f"{_distance(comparison)}"
-            )
-    for (request_id, repeat), reason in result.excluded.items():
-        lines.append(
-            f"no speed-up from prompt {result.point.prompts[request_id].prompt_id}, repeat {repeat}: {reason}"
+    if measured.again is not None and measured.noise_floor is not None:
+        detectable = detectable_frac(measured.noise_floor)
+        seen = (
+            ""
+            if detectable is None
+            else f"; a difference of {100 * detectable:.1f} % would show (80 % power)"
         )
-    lines += _why(result)
-    if result.validity != "ok":
-        lines.append(
-            f"noisy: other processes kept {result.foreign_load.cores:.1f} cores busy meanwhile; "
-            "trust no time of this run (threads=1 suffers least)"
-        )
-    spent = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in result.seconds.items())
-    return [*lines, f"time: {spent}"]
+        lines.append(f"noise: {measured.again[1]} against itself {ratio_text(measured.noise_floor, 3)}{seen}")
+    lines += [f"{arm}: step times were still moving after the warm-up" for arm in measured.unsettled]
+    if measured.validity == OK:
+        return lines
+    if measured.load.is_noisy:
+        why = f"other processes kept {measured.load.cores:.1f} cores busy meanwhile"
+        return [*lines, f"noisy: {why}; trust no time of this run (threads=1 suffers least)"]
+    return [*lines, "noisy: an arm differs from itself; trust no time of this run, more repeats may help"]
 
 
-def _why(result: PointResult) -> list[str]:
-    """What a step of a speculative strategy cost and brought, beside a token of its twin."""
-    metrics, twin = result.metrics, result.metrics_of(result.point.arms.twin)
+def time_line(seconds: Mapping[str, float]) -> str:
+    return "time: " + ", ".join(f"{what} {value:.1f} s" for what, value in seconds.items())
+
+
+def _parts(parts: PassParts) -> str:
+    rest = f"+ rest {parts.rest_ms:.1f}" if parts.rest_ms >= 0 else f"(overlapping by {-parts.rest_ms:.1f})"
+    return (
+        f"{parts.pass_ms:.1f} ms = reading weights {parts.floor_ms:.1f} + KV {parts.kv_ms:.1f} "
+        f"+ overhead {parts.overhead_ms:.1f} {rest}"
+    )
+
+
+def step_lines(metrics: Mapping[str, float], prefix: str = "") -> list[str]:
+    """What a step of a speculative arm cost and brought; nothing for other arms."""
     parts = ("spec/draft_ms.mean", "spec/verify_ms.mean", "spec/overhead_ms.mean")
-    if not all(name in metrics for name in parts) or "latency/tpot_ms.p50" not in twin:
+    if not all(name in metrics for name in parts):
         return []
     draft, verify, rest = (metrics[name] for name in parts)
     return [
-        f"a step: draft {draft:.1f} + verify {verify:.1f} + rest {rest:.1f} = {draft + verify + rest:.1f} ms "
-        f"for {metrics['spec/tokens_per_pass']:.2f} tokens; its twin's token: {twin['latency/tpot_ms.p50']:.1f} ms"
+        f"{prefix}a step: draft {draft:.1f} + verify {verify:.1f} + rest {rest:.1f} = {draft + verify + rest:.1f} ms "
+        f"for {metrics['spec/tokens_per_pass']:.2f} tokens{_predicted(metrics)}"
     ]
+
+
+def _predicted(metrics: Mapping[str, float]) -> str:
+    predicted = metrics.get("spec/predicted_speedup")
+    return "" if predicted is None else f"; predicted speed-up: {predicted:.2f}x"
 
 
 def _distance(comparison: Comparison) -> str:
@@ -143,27 +246,13 @@ def _shown(tokenizer: object, token_id: int | None) -> str:
     return "end" if token_id is None else repr(tokenizer.decode([token_id]))  # type: ignore[attr-defined]
 
 
-def _cells(result: PointResult) -> list[list[str]]:
-    arms = result.point.arms
-    metrics = {arm.name: result.metrics_of(arm) for arm in arms.distinct}
-    rows = [["arm", *metrics]]
-    for heading, name, form in HEADLINES:
-        rows.append(
-            [heading, *(form(found[name]) if name in found else MISSING for found in metrics.values())]
-        )
-    references = [MISSING] * (len(metrics) - 1)
-    rows.append(
-        ["decode speed-up [95 % interval]", _ratio(result.speedups.get("decode_vs_plain")), *references]
-    )
-    rows.append(["output against its twin", result.equivalence, *references])
-    return rows
-
-
-def _ratio(ratio: Ratio | None) -> str:
+def ratio_text(ratio: Ratio | None, decimals: int = 2) -> str:
     if ratio is None:
         return MISSING
-    interval = "" if ratio.ci_low is None else f" [{ratio.ci_low:.2f}, {ratio.ci_high:.2f}]"
-    return f"{ratio.value:.2f}x{interval}"
+    value = f"{ratio.value:.{decimals}f}x"
+    if ratio.ci_low is None or ratio.ci_high is None:
+        return value
+    return f"{value} [{ratio.ci_low:.{decimals}f}, {ratio.ci_high:.{decimals}f}]"
 
 
 def paragraphs(lines: Sequence[str]) -> str:

@@ -36,6 +36,12 @@ class Arm:
         verifies_exactly = self.verifier is None or self.verifier.lossless
         return self.weights.lossless and self.kv.lossless and verifies_exactly
 
+    @property
+    def all_weights(self) -> list[Any]:
+        """Formats of the weights, as options: the target's, then a draft model's where there is one."""
+        draft = getattr(self.drafter, "weights", "")
+        return [self.weights, *([plugins.default_options("weights", draft)] if draft else [])]
+
     def same_parts(self, other: Arm) -> bool:
         return dataclasses.replace(self, name="") == dataclasses.replace(other, name="")
 
@@ -46,15 +52,22 @@ class Arms:
 
     `twin`: one token per pass, same weights and cache: speculation must equal it.
     `plain`: unquantized weights and dense cache as well: speed-up and fidelity are measured against it.
+    `again`: `plain` a second time, the A/A arm, whose difference from the first is noise.
     """
 
     strategy: Arm
     twin: Arm
     plain: Arm
+    again: Arm | None = None
 
     @property
     def distinct(self) -> list[Arm]:
+        """Without the A/A arm."""
         return list({arm.name: arm for arm in (self.strategy, self.twin, self.plain)}.values())
+
+    @property
+    def measured(self) -> list[Arm]:
+        return [*self.distinct, *([] if self.again is None else [self.again])]
 
 
 def arms_of(config: RunConfig) -> Arms:
@@ -82,7 +95,12 @@ def arms_of(config: RunConfig) -> Arms:
         twin = strategy
     if strategy.same_parts(plain):
         plain = strategy
-    return Arms(strategy, twin, plain)
+    return Arms(strategy, twin, plain, again_of(plain) if config.measure.aa else None)
+
+
+def again_of(arm: Arm) -> Arm:
+    """The same arm under another name."""
+    return dataclasses.replace(arm, name=f"{arm.name} again")
 
 
 @dataclass(frozen=True)

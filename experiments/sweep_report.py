@@ -36,10 +36,11 @@ def write(sweep: Sweep) -> None:
 
 def report(runs: list[StoredRun], failures: list[str]) -> str:
     """A Markdown table, oldest point first, and a line for each failure."""
-    lines = ["| variant | " + " | ".join(heading for heading, _ in COLUMNS) + " | equivalence |"]
-    lines.append("| --- " * (len(COLUMNS) + 2) + "|")
+    lines = ["| variant | " + " | ".join(heading for heading, _ in COLUMNS) + " | verdict | equivalence |"]
+    lines.append("| --- " * (len(COLUMNS) + 3) + "|")
     for run in reversed(runs):
         cells = [f"{run.metrics[name]:.2f}" if name in run.metrics else "-" for _, name in COLUMNS]
         variant, equivalence = run.tags.get("variant", run.name), run.tags.get("equivalence", "-")
-        lines.append(f"| {variant} | {' | '.join(cells)} | {equivalence} |")
+        verdict = run.tags.get("verdict", "-")
+        lines.append(f"| {variant} | {' | '.join(cells)} | {verdict} | {equivalence} |")
     return "\n".join([*lines, "", *(f"* failed: {line}" for line in failures)])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from experiments.trace import PassEvent, ProposalEvent, Trace
+from experiments.recorder import Clock, Recorder
 from specdec.decoding.base import Decoder
 from specdec.drafters.base import Drafter
 from specdec.draws import BlockDraws
@@ -15,7 +15,6 @@ from specdec.progress import Row, Vacancy
 from specdec.runner import Runner
 from specdec.types import DraftProposal, GoOn, Verification
 
-Clock = Callable[[], float]
 TARGET_PHASES = {"prefill": "prefill", "decode": "decode", "verify": "verify"}
 DRAFT_PHASES = {"prefill": "draft_prefill", "decode": "draft", "verify": "draft"}
 
@@ -24,24 +23,6 @@ def _synchronize(device: torch.device) -> None:
     # Passes are queued on a GPU: without waiting, the clock would time the queueing.
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-class Recorder:
-    """Where timed parts put their events; `trace` is exchanged between blocks."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self.trace = Trace("", 0, 0)
-        self._replaced: list[tuple[object, str, object]] = []
-
-    def replace(self, owner: object, name: str, timed: object) -> None:
-        self._replaced.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, timed)
-
-    def restore(self) -> None:
-        """Put back what was replaced."""
-        while self._replaced:
-            setattr(*self._replaced.pop())
 
 
 class TimedRunner:
@@ -66,7 +47,15 @@ class TimedRunner:
 
     def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:
         logits = [
-            self._timed("prefill", [len(prompt)], len(prompt), self._runner.prefill, [prompt], [slot])
+            self._timed(
+                "prefill",
+                [len(prompt)],
+                len(prompt),
+                slice(slot, slot + 1),
+                self._runner.prefill,
+                [prompt],
+                [slot],
+            )
             for prompt, slot in zip(prompts, slots, strict=True)
         ]
         return torch.cat(logits)
@@ -74,10 +63,11 @@ class TimedRunner:
     def decode(self, token_ids: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         rows, width = token_ids.shape
         real = [width] * rows if counts is None else counts
-        return self._timed("decode", real, width, self._runner.decode, token_ids, counts)
+        return self._timed("decode", real, width, slice(rows), self._runner.decode, token_ids, counts)
 
     def verify(self, token_ids: Tensor, counts: Sequence[int]) -> Tensor:
-        return self._timed("verify", counts, token_ids.shape[1], self._runner.verify, token_ids, counts)
+        rows, width = token_ids.shape
+        return self._timed("verify", counts, width, slice(rows), self._runner.verify, token_ids, counts)
 
     def commit(self, lengths: Sequence[int]) -> None:
         self._runner.commit(lengths)
@@ -89,27 +79,23 @@ class TimedRunner:
         self._runner.release(slot)
 
     def _timed(
-        self, call: str, counts: Sequence[int], width: int, run: Callable[..., Tensor], *arguments: object
+        self,
+        call: str,
+        counts: Sequence[int],
+        width: int,
+        slots: slice,
+        run: Callable[..., Tensor],
+        *arguments: object,
     ) -> Tensor:
-        clock = self._recorder.clock
-        start_s = clock()
+        recorder = self._recorder
+        start_s = recorder.clock()
         logits = run(*arguments)
         _synchronize(self._runner.device)
-        end_s = clock()
-        lengths = self._runner.lengths
-        self._recorder.trace.passes.append(
-            PassEvent(
-                self._phases[call],
-                start_s,
-                end_s,
-                counts=tuple(counts),
-                width=width,
-                kv_length=max(lengths),
-                kv_tokens=sum(lengths),
-                num_passes=-(-width // self._runner.prefill_chunk)
-                if call == "prefill" and self._runner.prefill_chunk
-                else 1,
-            )
+        end_s = recorder.clock()
+        chunk = self._runner.prefill_chunk if call == "prefill" else None
+        num_passes = -(-width // chunk) if chunk else 1
+        recorder.add_pass(
+            self._phases[call], start_s, end_s, counts, width, slots, self._runner.lengths, num_passes
         )
         return logits
 
@@ -127,7 +113,7 @@ class TimedDrafter(Drafter):
         start_s = self._recorder.clock()
         proposal = self._drafter.propose(rows, limits, go_on, draws)
         _synchronize(proposal.token_ids.device)
-        self._recorder.trace.proposals.append(ProposalEvent(start_s, self._recorder.clock()))
+        self._recorder.add_proposal(start_s, self._recorder.clock())
         return proposal
 
     def accept(self, rows: Sequence[Row], verification: Verification) -> None:

@@ -14,8 +14,8 @@ class PassEvent:
     """One forward pass; a prompt read in chunks is one event of `num_passes`.
 
     `phase` is prefill, decode, verify (target), draft_prefill or draft (draft model). `counts` are the real tokens of
-    each row, `width` the tokens per row with padding, `kv_length` the longest row's cached tokens afterwards and
-    `kv_tokens` those of all rows.
+    each row, `width` the tokens per row with padding, `kv_lengths` the cached tokens of each row of the pass
+    afterwards, and `kv_tokens` those of all slots.
     """
 
     phase: str
@@ -23,9 +23,13 @@ class PassEvent:
     end_s: float
     counts: tuple[int, ...]
     width: int
-    kv_length: int
+    kv_lengths: tuple[int, ...]
     kv_tokens: int
     num_passes: int = 1
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,10 @@ class ProposalEvent:
     start_s: float
     end_s: float
 
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
 
 @dataclass(frozen=True)
 class StepEvent:
@@ -43,6 +51,10 @@ class StepEvent:
     start_s: float
     end_s: float
     output: StepOutput
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
 
 
 @dataclass

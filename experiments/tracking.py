@@ -11,6 +11,7 @@ import dataclasses
 import math
 import os
 import sqlite3
+import tempfile
 import time
 import traceback
 import warnings
@@ -351,6 +352,14 @@ class LoggedRun:
         """Store `text` as the artifact `artifact_path`, for instance `config/resolved.yaml`."""
         self._client.log_text(self.run_id, text, artifact_path)
 
+    def log_bytes(self, content: bytes, artifact_path: str) -> None:
+        """Store `content` as the artifact `artifact_path`, for instance `plots/timeline.png`."""
+        folder, _, name = artifact_path.rpartition("/")
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / name
+            path.write_bytes(content)
+            self.log_file(path, folder or None)
+
     def log_file(self, path: Path, artifact_dir: str | None = None) -> None:
         """Copy a file into the artifact folder `artifact_dir` (default: the run's own folder)."""
         self._client.log_artifact(self.run_id, str(path), artifact_dir)
@@ -441,12 +450,14 @@ class StoredRun:
     metrics: dict[str, float]
 
 
-def find_runs(store: Store, experiment: str, filter_string: str = "") -> list[StoredRun]:
-    """The runs of an experiment, newest first; `filter_string` is MLflow's, such as "tags.kind = 'point'"."""
-    found = store.client.get_experiment_by_name(experiment)
-    if found is None:
-        return []
-    return [_stored(r) for r in _pages(store.client.search_runs, [found.experiment_id], filter_string)]
+def find_runs(store: Store, experiment: str | None, filter_string: str = "") -> list[StoredRun]:
+    """The runs of an experiment (None: of all), newest first; `filter_string` is MLflow's, as "tags.kind = 'point'"."""
+    if experiment is None:
+        ids = [e.experiment_id for e in _pages(store.client.search_experiments)]
+    else:
+        found = store.client.get_experiment_by_name(experiment)
+        ids = [] if found is None else [found.experiment_id]
+    return [_stored(r) for r in _pages(store.client.search_runs, ids, filter_string)] if ids else []
 
 
 def read_curve(store: Store, run_id: str, name: str) -> list[tuple[int, float]]:

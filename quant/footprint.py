@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 
 def stored_bytes(model: nn.Module) -> int:
@@ -28,6 +29,24 @@ def read_bytes_per_pass(model: nn.Module) -> int:
         if isinstance(module, nn.Embedding) and module.weight.data_ptr() not in heads:
             total -= module.weight.nbytes - module.weight[0].nbytes
     return total
+
+
+def embedding_row_bytes(model: nn.Module) -> int:
+    """Bytes that each further token of a pass reads of embedding tables; 0 where the table is also the head."""
+    heads = {m.weight.data_ptr() for m in model.modules() if isinstance(m, nn.Linear)}
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight.data_ptr() not in heads]
+    return sum(table.weight[0].nbytes for table in tables)
+
+
+def multiplied_parameters(model: PreTrainedModel) -> tuple[int, int]:
+    """Weights that every token is multiplied with: in the layers, and in the head (run where logits are wanted).
+
+    Counted as numbers, however they are stored.
+    """
+    head = model.get_output_embeddings()
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    body = sum(m.in_features * m.out_features for m in linears if m is not head)
+    return body, head.in_features * head.out_features
 
 
 def quantized_share(model: nn.Module) -> float:

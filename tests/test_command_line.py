@@ -256,6 +256,9 @@ def echo_arguments(folder: Path) -> list[str]:
         "workload.max_new_tokens=12",
         "dtype=fp32",
         "threads=1",
+        "measure.aa=false",
+        "measure.ceilings=skip",
+        "measure.memory=false",
     ]
 
 

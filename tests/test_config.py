@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments import plugins
 from experiments.command_line import explain
-from experiments.config import CONFIG_DIR, RunConfig, compose_run
+from experiments.config import CONFIG_DIR, RunConfig, compose_run, from_resolved
 from specdec.draft_length.fixed import FixedOptions
 from specdec.drafters.draft_model import DraftModelOptions
 from specdec.drafters.prompt_lookup import PromptLookupOptions
@@ -224,3 +227,78 @@ def test_the_configuration_is_usable_without_hydra() -> None:
         dataclasses.replace(config, batch_size=0)
     with pytest.raises(ValueError, match="a number >= 0"):
         dataclasses.replace(config.sampling, temperature=math.inf)
+
+
+# --- from plain values, as they are logged
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_plain_values_become_the_configuration_they_came_from(preset: str) -> None:
+    config = compose_run(
+        [f"strategy={preset}", "workload=random", "sampling.temperature=0.00001", "threads=1"]
+    )
+    values = dataclasses.asdict(config)
+    assert from_resolved(values) == config
+    assert from_resolved(json.loads(json.dumps(values))) == config
+    assert from_resolved(yaml.safe_load(yaml.safe_dump(values, sort_keys=False))) == config
+
+
+def test_plain_values_keep_an_external_plugin(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from dataclasses import dataclass\nfrom specdec.kv_stores.dense import DenseOptions\nGROUP = 'kv'\n"
+        "@dataclass\nclass Mine(DenseOptions):\n    bits: int = 8\n"
+    )
+    values = dataclasses.asdict(compose_run([f"plugin={file}", "kv=mine", "kv.bits=4"]))
+    again = from_resolved(values)
+    assert (type(again.kv).__name__, again.kv.name, again.kv.bits) == ("Mine", "mine", 4)
+    assert dataclasses.asdict(again) == values
+
+
+def test_a_setting_that_an_older_version_did_not_log_has_its_default() -> None:
+    config = compose_run(["strategy=prompt_lookup"])
+    values = dataclasses.asdict(config)
+    del values["prefill_chunk"], values["measure"]["warmup"], values["workload"]["limit"], values["sampling"]
+    assert from_resolved(values) == config
+
+
+def resolved_with(path: str, value: object) -> dict[str, Any]:
+    """A preset's plain values with one of them replaced, or removed where the value is `...`."""
+    values = dataclasses.asdict(compose_run(["strategy=specdec"]))
+    *sections, key = path.split(".")
+    node = values
+    for section in sections:
+        node = node[section]
+    if value is ...:
+        del node[key]
+    else:
+        node[key] = value
+    return values
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "mentions"),
+    [
+        ("batchsize", 1, ["unknown key 'batchsize'", "batch_size", "workload"]),
+        ("model.targt", "x", ["unknown key 'model.targt'", "draft_revision", "target"]),
+        ("drafter.max_ngram", 2, ["unknown key 'drafter.max_ngram'", "weights"]),
+        ("kv.name", "x", ["unknown kv 'x'", "dense"]),
+        ("drafter.name", "x", ["unknown drafter 'x'", "draft_model", "prompt_lookup"]),
+        ("drafter.name", ..., ["'drafter.name' has no value", "draft_model", "prompt_lookup"]),
+        ("weights", "plain", ["weights=plain: expected the settings of weights"]),
+        ("measure", 3, ["measure=3: expected the settings of measure"]),
+        ("decoding", None, ["'decoding' has no value"]),
+        ("strategy", ..., ["'strategy' has no value"]),
+        ("batch_size", 0, ["batch_size=0: expected at least 1"]),
+        ("draft_length.max", 0, ["draft_length.max=0: expected at least 1"]),
+        ("drafter", None, ["decoding=speculative needs a drafter"]),
+        ("plugin", "no/such.py", ["plugin=no/such.py: no such file"]),
+    ],
+)
+def test_plain_values_that_fit_nothing_are_named(path: str, value: object, mentions: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"\S") as caught:
+        from_resolved(resolved_with(path, value))
+    line = str(caught.value)
+    assert "\n" not in line
+    for mention in mentions:
+        assert mention in line

@@ -6,9 +6,18 @@ import pytest
 import torch
 from torch import nn
 from toy_models import VOCAB_SIZE, tiny_model
+from transformers import PreTrainedModel
 
-from quant.footprint import quantized_share, read_bytes_per_pass, stored_bytes
+from quant.footprint import (
+    embedding_row_bytes,
+    multiplied_parameters,
+    quantized_share,
+    read_bytes_per_pass,
+    stored_bytes,
+)
+from quant.weights.base import WeightsOptions
 from quant.weights.bnb_nf4 import BnbNf4Weights
+from quant.weights.plain import PlainWeights
 
 HIDDEN, INTERMEDIATE, LAYERS, BLOCK = 64, 64, 2, 64
 # As in toy_models, with hidden 64: 4 heads and 2 KV heads of 16.
@@ -17,9 +26,15 @@ NORM_PARAMETERS = (2 * LAYERS + 1) * HIDDEN
 TABLE_PARAMETERS = VOCAB_SIZE * HIDDEN
 
 
-def model_of(*, tied: bool, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+def model_of(
+    *, tied: bool, dtype: torch.dtype = torch.bfloat16, vocab_size: int = VOCAB_SIZE
+) -> PreTrainedModel:
     return tiny_model(
-        hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, tie_word_embeddings=tied, dtype=dtype
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        tie_word_embeddings=tied,
+        dtype=dtype,
+        vocab_size=vocab_size,
     )
 
 
@@ -87,7 +102,7 @@ def test_an_nf4_bias_stays_as_it_is() -> None:
 def test_a_whole_nf4_model() -> None:
     plain = model_of(tied=True)
     buffers = buffer_bytes(plain)
-    quantized = BnbNf4Weights().convert(model_of(tied=True))  # type: ignore[arg-type]
+    quantized = BnbNf4Weights().convert(model_of(tied=True))
     # q, o, gate, up, down; k, v
     linears = LAYERS * (5 * nf4_bytes(HIDDEN, HIDDEN) + 2 * nf4_bytes(HIDDEN // 2, HIDDEN))
     assert stored_bytes(quantized) == linears + 2 * (NORM_PARAMETERS + TABLE_PARAMETERS) + buffers
@@ -112,3 +127,40 @@ def test_a_forward_does_not_lose_bytes() -> None:
     # Codes, two or four bytes for each block's absmax, and the table.
     assert 128 * 64 // 2 + 2 * (128 * 64 // BLOCK) <= stored_bytes(layers) <= nf4_bytes(64, 128)
     assert quantized_share(layers) == 1
+
+
+# --- what further tokens read, and what every token is multiplied with
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_further_token_reads_a_row_of_a_table_that_is_not_the_head(dtype: torch.dtype) -> None:
+    assert embedding_row_bytes(model_of(tied=False, dtype=dtype)) == HIDDEN * dtype.itemsize
+    assert embedding_row_bytes(model_of(tied=True, dtype=dtype)) == 0
+
+
+def test_a_pass_over_all_tokens_of_the_vocabulary_reads_the_whole_table() -> None:
+    model = model_of(tied=False)
+    assert read_bytes_per_pass(model) + (VOCAB_SIZE - 1) * embedding_row_bytes(model) == stored_bytes(model)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("weights", [PlainWeights(), BnbNf4Weights()], ids=["plain", "nf4"])
+def test_multiplied_parameters_are_numbers_however_stored(weights: WeightsOptions, tied: bool) -> None:
+    vocab_size = 64  # the format holds an untied head of multiples of 32 only
+    model = weights.convert(model_of(tied=tied, vocab_size=vocab_size))
+    expected = (LINEAR_PARAMETERS, vocab_size * HIDDEN)
+    assert multiplied_parameters(model) == expected
+    assert embedding_row_bytes(model) == (0 if tied else HIDDEN * 2)
+    with torch.no_grad():  # the first forward repacks 4-bit weights
+        model(torch.zeros(1, 1, dtype=torch.long))
+    assert multiplied_parameters(model) == expected
+
+
+def test_biases_and_norms_are_not_multiplied() -> None:
+    plain, biased = (
+        tiny_model("qwen2"),
+        tiny_model("llama", attention_bias=True, mlp_bias=True),
+    )
+    assert (
+        multiplied_parameters(plain) == multiplied_parameters(biased) == multiplied_parameters(tiny_model())
+    )

@@ -12,7 +12,7 @@ from toy_clock import DECODE_S, OVERHEAD_S, PREFILL_S_PER_TOKEN, Clock, Simulate
 from toy_engine import build_decoder, chain, requests_for
 
 from experiments import metrics
-from experiments.measure import WARMUP_NEW_TOKENS, measure
+from experiments.measure import MAX_WARMUP_ROUNDS, WARMUP_NEW_TOKENS, measure
 from experiments.trace import Trace, timelines
 from specdec.decoding.base import Decoder
 from specdec.progress import Progress
@@ -130,17 +130,91 @@ def test_warm_up_is_unmeasured_and_short() -> None:
     assert [trace.arm for trace in sorted(traces, key=lambda trace: trace.arm)] == ["a", "b"]
     for runner in simulation.runners.values():
         passes = Counter(verb for verb, _ in runner.passes)
-        assert passes == {"prefill": 3, "decode": 2 * (WARMUP_NEW_TOKENS - 1) + 39}
+        # The prompt's shape once with two tokens, two rounds that take the same time, the measured block.
+        assert passes == {"prefill": 4, "decode": 1 + 2 * (WARMUP_NEW_TOKENS - 1) + 39}
     assert all(sum(trace.passes[0].counts) == 4 for trace in traces)
     assert {len(trace.passes) for trace in traces} == {40}
     assert min(trace.start_s for trace in traces) > 0
 
 
-def test_warm_up_goes_round_the_blocks() -> None:
+def test_no_warm_up_on_request() -> None:
     simulation = Simulation("a")
-    simulation.measure(blocks_of(2), warmup=3)
+    simulation.measure([requests_for([[0] * 4], 3)], warmup=0)
+    assert Counter(verb for verb, _ in simulation.runners["a"].passes) == {"prefill": 1, "decode": 2}
+
+
+def test_warm_up_reads_every_shape_of_prompt_once_longest_first() -> None:
+    simulation = Simulation("a")
+    simulation.measure(blocks_of(2), warmup=1)
     prompts = [len(read[0]) for verb, read in simulation.runners["a"].passes if verb == "prefill"]
-    assert prompts[:6] == [4, 8, 16, 32, 4, 8]
+    assert prompts[:4] == [16, 32, 4, 8]
+    assert prompts[4:8] == [4, 8, 4, 8]  # two rounds of the first block: they take the same time
+
+
+def test_warm_up_reads_none_of_the_measured_prompts() -> None:  # M8
+    simulation = Simulation("a")
+    prompt = [0, 1, 2, 2]
+    simulation.measure([requests_for([prompt], 3)], warmup=2)
+    read = [tokens[0] for verb, tokens in simulation.runners["a"].passes if verb == "prefill"]
+    assert read.count(tuple(prompt)) == 1
+    assert read[-1] == tuple(prompt)
+    assert {len(tokens) for tokens in read} == {4}
+
+
+class _Slowing(SimulatedRunner):
+    """Each decode pass takes `factor` times what the one before took, from the first on."""
+
+    factor = 1.0
+
+    def decode(self, token_ids: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+        self.scale *= self.factor
+        return super().decode(token_ids, counts)
+
+
+@pytest.mark.parametrize(("factor", "unsettled"), [(1.0, []), (1.001, []), (1.05, ["a"]), (0.95, ["a"])])
+def test_warm_up_ends_when_step_times_are_stable_or_says_that_they_are_not(
+    factor: float, unsettled: list[str]
+) -> None:
+    clock = Clock()
+    runner = _Slowing(COUNTING, 3, 1, clock)
+    runner.factor = factor
+    told: list[str] = []
+    decoder = build_decoder(runner, num_slots=1)
+    measure({"a": decoder}, [requests_for([[0] * 4], 12)], warmup=2, clock=clock, on_unsettled=told.append)
+    assert told == unsettled
+    rounds = Counter(verb for verb, _ in runner.passes)["prefill"] - 2  # the shape once, the measured block
+    assert rounds == (MAX_WARMUP_ROUNDS if unsettled else 2)
+
+
+def test_an_arm_that_fails_takes_no_further_part_and_the_others_go_on() -> None:
+    simulation = Simulation("a", "b")
+    simulation.decoders["b"] = _Failing(simulation.decoders["b"])
+    failed: dict[str, Exception] = {}
+    traces = measure(
+        simulation.decoders,
+        blocks_of(1),
+        repeats=2,
+        warmup=0,
+        clock=simulation.clock,
+        on_failure=failed.__setitem__,
+    )
+    assert [trace.arm for trace in traces] == ["a"] * 8
+    assert [(arm, str(error)) for arm, error in failed.items()] == [("b", "injected")]
+
+
+def test_an_arm_that_fails_in_the_warm_up_is_not_measured() -> None:
+    simulation = Simulation("a", "b")
+    simulation.decoders["a"] = _Failing(simulation.decoders["a"])
+    failed: list[str] = []
+    traces = measure(
+        simulation.decoders,
+        blocks_of(1),
+        warmup=2,
+        clock=simulation.clock,
+        on_failure=lambda arm, error: failed.append(arm),
+    )
+    assert {trace.arm for trace in traces} == {"b"}
+    assert failed == ["a"]
 
 
 def test_a_measured_prompt_is_read_in_full_whatever_was_read_before() -> None:  # M8

@@ -281,13 +281,14 @@ def test_percentiles_of_known_samples() -> None:
 @pytest.mark.parametrize(
     ("token_ids", "repetitive"),
     [
-        ([7] * 24, True),
-        ([7] * 23, False),
+        ([7] * 16, True),
+        ([7] * 15, False),
         (list(range(40)), False),
         ([*range(100), *[1, 2, 3] * 8], True),
         ([*[1, 2, 3] * 8, *range(50, 74)], False),
-        ([*range(8)] * 3, True),
-        ([*range(9)] * 3, False),
+        ([*range(32)] * 3, True),
+        ([*range(33)] * 3, False),
+        ([*range(30)] * 2, False),
         ([*[5, 6] * 12, 9], False),
         ([], False),
     ],
@@ -297,14 +298,62 @@ def test_percentiles_of_known_samples() -> None:
         "no loop",
         "ends in a loop",
         "leaves its loop",
-        "period 8",
-        "period 9",
+        "period 32",
+        "period 33",
+        "twice is no loop",
         "broken at the end",
         "empty",
     ],
 )
 def test_loops_are_flagged(token_ids: list[int], repetitive: bool) -> None:  # M9
     assert is_repetitive(token_ids) is repetitive
+
+
+def test_acceptance_by_position_counts_what_was_drafted_reached_and_accepted() -> None:
+    found = metrics.acceptance_by_position([blocks_of_four()])
+    assert [(p.position, p.drafted, p.reached, p.accepted) for p in found] == [
+        (1, 2, 2, 2),
+        (2, 2, 2, 2),
+        (3, 2, 2, 1),
+    ]
+    assert metrics.speculation([blocks_of_four()])["spec/accept_cond_3"] == 0.5
+
+
+def test_conditional_acceptance_is_of_those_whose_earlier_drafts_stand() -> None:
+    """Drafted 2 and 2, accepted 0 and 2: the second is accepted in half of the steps, but whenever it is reached."""
+    found = metrics.speculation(
+        [
+            trace(
+                step(0.0, 1.0, "prefill", {0: [1]}),
+                step(1.0, 2.0, "verify", {0: [2]}, drafted=[2], accepted=[0]),
+                step(2.0, 3.0, "verify", {0: [3, 4, 5]}, drafted=[2], accepted=[2]),
+            )
+        ]
+    )
+    assert (found["spec/accept_pos_2"], found["spec/accept_cond_2"]) == (0.5, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "drafted", "draft_cost", "verify_cost", "expected"),
+    [
+        (0.5, 1, 0.5, 1.0, 1.0),  # 1.5 tokens for 1.5 steps
+        (0.5, 3, 0.25, 1.0, 1.875 / 1.75),
+        (1.0, 4, 0.0, 1.0, 5.0),
+        (0.0, 4, 0.25, 1.0, 0.5),
+    ],
+)
+def test_predicted_speedup_is_leviathans(
+    acceptance: float, drafted: int, draft_cost: float, verify_cost: float, expected: float
+) -> None:
+    assert metrics.predicted_speedup(acceptance, drafted, draft_cost, verify_cost) == expected
+
+
+def test_percentiles_carry_their_number_of_samples() -> None:
+    found = metrics.latency([blocks_of_four()])
+    assert found["latency/ttft_ms.n"] == 1
+    assert found["latency/itl_ms.n"] == 7
+    assert found["latency/step_gap_ms.n"] == 2
+    assert found["latency/tpot_ms.n"] == 1
 
 
 def test_no_traces_no_metrics() -> None:

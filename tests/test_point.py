@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 from toy_folders import EOS_ID, repeating_prompts, save_model, save_prompts
 
-from experiments.config import compose_run
-from experiments.point import MIB, PointResult, PreparedPoint, UnfitPartsError, measure_point, prepare
+from experiments import measured_point
+from experiments.bench import MIB, UnfitPartsError, Watcher
+from experiments.config import RunConfig, compose_run
+from experiments.hardware import GEMM_GFLOP_S, OVERHEAD_MS, READ_GB_S, Values
+from experiments.measured_point import PointResult, measure_point, ratio_metrics
+from experiments.memory import MemoryProbeError, ProcessMemory
+from experiments.point import PreparedPoint, prepare
+from experiments.statistics import TOO_FEW, Ratio
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTHS = (3, 6, 5)
@@ -33,6 +39,9 @@ def point(root: Path, *overrides: str, model: str = "target") -> PreparedPoint:
         "workload.max_new_tokens=16",
         "dtype=fp32",
         "threads=1",
+        "measure.aa=false",
+        "measure.ceilings=skip",
+        "measure.memory=false",
     ]
     given = {override.partition("=")[0] for override in overrides}
     return prepare(compose_run([*(one for one in base if one.partition("=")[0] not in given), *overrides]))
@@ -56,6 +65,8 @@ def test_blocks_are_what_is_decoded_together(root: Path, batch_size: int, sizes:
     assert [len(block) for block in found.blocks] == sizes
     assert [request for block in found.blocks for request in block] == list(found.requests)
     assert found.num_block_runs == 2 * 2 * len(sizes)
+    with_again = point(root, f"batch_size={batch_size}", "measure.aa=true")
+    assert with_again.num_block_runs == 3 * len(sizes)
 
 
 def test_every_auto_is_resolved(root: Path) -> None:
@@ -96,6 +107,14 @@ def test_the_longest_text_must_fit(root: Path) -> None:
     assert point(root, "workload.max_new_tokens=116").capacity == 128
     with pytest.raises(ValueError, match=r"prompt 2: 12 tokens \+ 117 new ones: 129 tokens exceed"):
         point(root, "workload.max_new_tokens=117")
+
+
+def test_ceilings_are_measured_for_the_points_setting_or_skipped(root: Path) -> None:
+    ready = point(root, "measure.ceilings=auto", "dtype=fp64")
+    hardware = ready.hardware()
+    assert hardware is not None
+    assert (hardware.device, hardware.dtype, hardware.threads) == (ready.pool.device, ready.pool.dtype, 1)
+    assert point(root, "measure.ceilings=skip").hardware() is None
 
 
 def test_parts_that_turn_out_not_to_fit_are_one_line(root: Path) -> None:
@@ -157,9 +176,83 @@ def test_memory_is_what_is_stored_while_measuring(result: PointResult) -> None:
     assert result.footprints[arms.strategy.name].weights_bytes == stored_bytes(model)
 
 
+def test_a_ratio_is_logged_with_the_interval_that_it_has() -> None:
+    assert ratio_metrics("a", None) == {}
+    assert ratio_metrics("a", Ratio(1.5, None, None, 5)) == {"a": 1.5}
+    assert ratio_metrics("a", Ratio(1.5, 1.25, 2.0, 6)) == {"a": 1.5, "a.ci_low": 1.25, "a.ci_high": 2.0}
+
+
+def test_a_few_pairs_are_no_verdict(result: PointResult) -> None:
+    assert result.verdict == TOO_FEW
+
+
+def test_what_was_not_asked_for_is_not_measured(result: PointResult) -> None:
+    assert (result.memory, result.memory_error, result.measured.ceilings) == (None, None, None)
+    assert {trace.arm for trace in result.traces} == {"prompt_lookup", "twin", "plain"}
+    unwanted = ("roofline/", "noise/", "memory/peak", "memory/steady", "memory/base")
+    assert not [name for name in result.metrics if name.startswith(unwanted)]
+    assert list(result.seconds) == ["load", "warm up and measure", "compare outputs"]
+
+
+def test_the_arm_again_shows_the_noise_and_is_no_reference(root: Path) -> None:
+    found = measure_point(point(root, "measure.aa=true", "measure.warmup=0"))
+    assert sorted(trace.block for trace in found.measured.traces_of("reference again")) == [0, 1, 2]
+    assert found.measured.again == ("reference again", "reference")
+    assert found.measured.noise_floor is not None
+    assert found.metrics["noise/again_vs_itself"] == found.measured.noise_floor.value
+    assert [arm.name for arm in found.point.arms.distinct] == ["prompt_lookup", "reference"]
+
+
+def known(key: Mapping[str, str], measure: Callable[[], Values]) -> Values:
+    return {READ_GB_S: 32.0, GEMM_GFLOP_S: 1024.0, OVERHEAD_MS: 0.125}
+
+
+def test_ceilings_give_shares_of_them(root: Path) -> None:
+    ready = point(root, "measure.ceilings=auto", "measure.warmup=0")
+    found = measure_point(ready, remember=known)
+    assert "measure ceilings" in found.seconds
+    read_mib = found.metrics["memory/weights_read_mib"]
+    assert found.metrics["roofline/floor_ms"] == pytest.approx(1e3 * read_mib * MIB / 32e9)
+    assert found.metrics["roofline/target_overhead_ms"] == 0.125
+    assert 0 < found.metrics["roofline/mbu_target_pct"] < 100
+    assert 0 < found.metrics["roofline/mfu_prefill_pct"] < 100
+    assert "roofline/mbu_draft_pct" not in found.metrics  # copies have no model
+
+
+def test_memory_is_asked_of_the_resolved_strategy(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[RunConfig] = []
+
+    def answer(config: RunConfig) -> ProcessMemory:
+        asked.append(config)
+        return ProcessMemory(3.0, 2.0, 1.0)
+
+    monkeypatch.setattr(measured_point, "measure_memory", answer)
+    ready = point(root, "measure.memory=true", "workload.limit=1", "measure.warmup=0")
+    found = measure_point(ready)
+    assert asked == [ready.config]
+    assert {name: found.metrics[f"memory/{name}_mib"] for name in ("peak", "steady", "base")} == {
+        "peak": 3.0,
+        "steady": 2.0,
+        "base": 1.0,
+    }
+    assert list(found.seconds)[-1] == "measure memory"
+
+
+def test_memory_that_cant_be_measured_costs_nothing_else(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: RunConfig) -> ProcessMemory:
+        raise MemoryProbeError("killed by SIGKILL")
+
+    monkeypatch.setattr(measured_point, "measure_memory", fail)
+    found = measure_point(point(root, "measure.memory=true", "workload.limit=1", "measure.warmup=0"))
+    assert (found.memory, found.memory_error) == (None, "killed by SIGKILL")
+    assert "latency/ttft_ms.p50" in found.metrics
+    assert "memory/peak_mib" not in found.metrics
+
+
 def test_a_baseline_compares_with_nothing(root: Path) -> None:
     found = measure_point(point(root, "strategy=baseline", "workload.limit=1", "measure.warmup=0"))
     assert (found.comparisons, found.equivalence, found.speedups) == ([], "n/a", {})
+    assert found.verdict is None
     assert not [
         name
         for name in found.metrics
@@ -186,13 +279,19 @@ def test_an_answer_ends_with_the_models_end_of_text(root: Path) -> None:
         assert answer[-1] == EOS_ID or len(answer) == 100
 
 
-def test_callbacks_see_sizes_first_and_then_every_block(root: Path) -> None:
+def test_a_watcher_sees_sizes_then_every_block_then_the_traces(root: Path) -> None:
     seen: list[object] = []
     ready = point(root, "workload.limit=2", "measure.warmup=0")
-    measure_point(ready, on_loaded=lambda sizes: seen.append(sorted(sizes)), on_progress=seen.append)
+    watcher = Watcher(
+        on_loaded=lambda sizes: seen.append(sorted(sizes)),
+        on_progress=seen.append,
+        on_measured=lambda traces: seen.append([trace.arm for trace in traces]),
+    )
+    measure_point(ready, watcher)
     assert seen[0] == ["prompt_lookup", "reference"]
-    assert len(seen) == 1 + ready.num_block_runs
-    assert set(seen[1:]) == {"prompt_lookup", "reference"}
+    assert seen[-1] == seen[1:-1]
+    assert len(seen) == 2 + ready.num_block_runs
+    assert set(map(str, seen[1:-1])) == {"prompt_lookup", "reference"}
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,9 @@ import yaml
 from toy_folders import repeating_prompts, save_model, save_prompts, save_tokenizer
 from toy_models import CONTEXT_LENGTH
 
-from experiments import equivalence, measure, record, run, tracking
+from experiments import ceilings_store, equivalence, hardware, measure, record, run, tracking
+from experiments.load import ForeignLoad
+from experiments.statistics import FASTER, NO_DIFFERENCE, SLOWER, TOO_FEW
 from experiments.tracking import StoredRun
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -26,10 +28,10 @@ PROMPT_LENGTHS = (3, 6, 5)
 
 # METRICS.md section 5, as far as this stage measures it. Dashboards and comparisons read these names.
 ARM_METRICS = {
-    *(f"latency/ttft_ms.{stat}" for stat in ("p50", "p90", "mean")),
-    *(f"latency/itl_ms.{stat}" for stat in ("p50", "p90", "max", "mean")),
-    *(f"latency/tpot_ms.{stat}" for stat in ("p50", "mean")),
-    *(f"latency/step_gap_ms.{stat}" for stat in ("p50", "max")),
+    *(f"latency/ttft_ms.{stat}" for stat in ("p50", "p90", "mean", "n")),
+    *(f"latency/itl_ms.{stat}" for stat in ("p50", "p90", "max", "mean", "n")),
+    *(f"latency/tpot_ms.{stat}" for stat in ("p50", "mean", "n")),
+    *(f"latency/step_gap_ms.{stat}" for stat in ("p50", "max", "n")),
     "latency/tokenize_ms.mean",
     "latency/queue_ms.mean",
     "latency/total_s.mean",
@@ -47,17 +49,8 @@ ARM_METRICS = {
     "memory/quantized_share",
     "trace/step_ms",
 }
-COMPARED_METRICS = {
-    *(
-        f"speedup/{kind}_vs_{role}{stat}"
-        for kind in ("decode", "total")
-        for role in ("plain", "twin")
-        for stat in ("", ".ci_low", ".ci_high")
-    ),
-    "quality/exact_match_pct",
-    "quality/near_tie_n",
-    "quality/diverged_n",
-}
+SPEEDUPS = {f"speedup/{kind}_vs_{role}" for kind in ("decode", "total") for role in ("plain", "twin")}
+COMPARED_METRICS = {*SPEEDUPS, "quality/exact_match_pct", "quality/near_tie_n", "quality/diverged_n"}
 SPECULATIVE_METRICS = {
     "spec/drafted",
     "spec/accepted",
@@ -66,7 +59,27 @@ SPECULATIVE_METRICS = {
     "spec/draft_ms.mean",
     "spec/verify_ms.mean",
     "spec/overhead_ms.mean",
+    "spec/predicted_speedup",
 }
+# What a run has that skips nothing and has at least 100 steps and 6 pairs of texts.
+FULL_METRICS = {
+    "latency/itl_ms.p99",
+    "latency/step_gap_ms.p99",
+    *(f"{name}.{end}" for name in {*SPEEDUPS, "noise/again_vs_itself"} for end in ("ci_low", "ci_high")),
+    "noise/again_vs_itself",
+    *(f"memory/{kind}_mib" for kind in ("peak", "steady", "base")),
+    "roofline/mbu_target_pct",
+    "roofline/mbu_draft_pct",
+    "roofline/mfu_prefill_pct",
+    "roofline/floor_ms",
+    *(
+        f"roofline/{model}_{part}"
+        for model in ("target", "draft")
+        for part in ("pass_ms.mean", "kv_ms", "overhead_ms", "rest_ms")
+    ),
+}
+# The share of drafts accepted if the one before was: only of positions that were ever reached.
+CONDITIONAL = "spec/accept_cond_"
 TAGS = {
     "kind",
     "strategy",
@@ -89,7 +102,10 @@ TAGS = {
     "git_dirty",
     "metrics_version",
 }
-SPEED_SECTIONS = ("latency/", "throughput/", "speedup/", "spec/", "trace/")
+SPEED_SECTIONS = ("latency/", "throughput/", "speedup/", "spec/", "trace/", "roofline/", "noise/")
+# Most runs here leave out what takes time and has tests of its own.
+BRIEF = {"measure.aa": "false", "measure.ceilings": "skip", "measure.memory": "false"}
+FULL = {"measure.aa": "true", "measure.ceilings": "auto", "measure.memory": "true"}
 
 
 @dataclass(frozen=True)
@@ -108,19 +124,31 @@ class Workplace:
             "workload.max_new_tokens": str(NEW_TOKENS),
             "dtype": "fp32",
             "threads": "1",
+            **BRIEF,
         }
         given = {argument.partition("=")[0] for argument in more}
         kept = [f"{key}={value}" for key, value in base.items() if key not in given]
         return [*more, *kept]
 
-    def newest(self) -> StoredRun:
-        return tracking.find_runs(self.store, "inference")[0]
+    def newest(self, kind: str = "point") -> StoredRun:
+        return self.runs(kind)[0]
+
+    def runs(self, kind: str) -> list[StoredRun]:
+        """Newest first."""
+        return tracking.find_runs(self.store, "inference", f"tags.kind = '{kind}'")
 
     def run_ids(self) -> set[str]:
         return {found.run_id for found in tracking.find_runs(self.store, "inference")}
 
     def artifact(self, found: StoredRun, path: str) -> str:
         return tracking.read_text(self.store, found.run_id, path)
+
+    def images(self, found: StoredRun) -> list[str]:
+        listed = self.store.client.list_artifacts(found.run_id, "plots")
+        return sorted(Path(one.path).name for one in listed)
+
+    def image(self, found: StoredRun, path: str) -> bytes:
+        return Path(self.store.client.download_artifacts(found.run_id, path)).read_bytes()
 
     def json_lines(self, found: StoredRun, path: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.artifact(found, path).splitlines()]
@@ -176,7 +204,8 @@ def test_a_strategy_is_measured_compared_and_logged(
     assert found.tags["validity"] in ("ok", "noisy")  # whatever else the machine does
     expected = ARM_METRICS | (COMPARED_METRICS if is_compared else set())
     expected |= SPECULATIVE_METRICS if is_speculative else set()
-    assert set(found.metrics) == expected
+    assert {name for name in found.metrics if not name.startswith(CONDITIONAL)} == expected
+    assert found.tags.get("verdict") == (TOO_FEW if is_compared else None)
     if is_compared:
         assert found.metrics["quality/exact_match_pct"] == 100
     assert found.params["batch_size"] == str(batch_size)
@@ -189,6 +218,82 @@ def test_a_draft_that_is_the_target_is_always_accepted(place: Workplace) -> None
     assert metrics["spec/acceptance_rate"] == 1
     assert metrics["spec/tokens_per_pass"] > 3
     assert metrics["passes/draft"] > metrics["passes/target"]
+
+
+class QuietMeter:
+    """A LoadMeter on a machine that does nothing else."""
+
+    def read(self) -> ForeignLoad:
+        return ForeignLoad(0.0)
+
+
+def test_a_run_that_skips_nothing(
+    place: Workplace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ceilings_store, "LoadMeter", QuietMeter)
+    everything = [f"{setting}={value}" for setting, value in FULL.items()]
+    draft = f"model.draft={place.root / 'draft'}"
+    assert run.main(place.arguments("strategy=specdec", draft, "measure.repeats=5", *everything)) == 0
+    shown = capsys.readouterr()
+    assert shown.err.strip() == ""
+    found = place.newest()
+    logged = {name for name in found.metrics if not name.startswith(CONDITIONAL)}
+    assert logged == ARM_METRICS | COMPARED_METRICS | SPECULATIVE_METRICS | FULL_METRICS
+    assert set(found.tags) >= TAGS | {"ceilings", "verdict", "foreign_cores"}
+    assert found.tags["validity"] in ("ok", "noisy")  # whatever else the machine does
+    verdicts = (FASTER, SLOWER, NO_DIFFERENCE) if found.tags["validity"] == "ok" else ("noisy",)
+    assert found.tags["verdict"] in verdicts
+    metrics = found.metrics
+    assert metrics["memory/peak_mib"] >= metrics["memory/steady_mib"] >= metrics["memory/base_mib"] > 0
+    assert metrics["latency/ttft_ms.n"] == 5 * len(PROMPT_LENGTHS)
+
+    (ceilings,) = (one for one in place.runs("ceilings") if one.run_id == found.tags["ceilings"])
+    assert (ceilings.status, ceilings.tags["validity"]) == ("FINISHED", "ok")
+    assert set(ceilings.metrics) == {"ceilings/read_gb_s", "ceilings/gemm_gflop_s"}
+    assert min(ceilings.metrics.values()) > 0
+    floor_ms = metrics["memory/weights_read_mib"] * 2**20 / ceilings.metrics["ceilings/read_gb_s"] / 1e6
+    assert metrics["roofline/floor_ms"] == pytest.approx(floor_ms)
+
+    machine = json.loads(place.artifact(found, "env/environment.json"))
+    assert set(machine) >= {"cpu", "packages", "clocks", "clocks_after", "load", "energy_j"}
+    assert f"{machine['load']['foreign_cores']:.2f}" == found.tags["foreign_cores"]
+    assert set(machine["clocks_after"]) == set(machine["clocks"])
+    for figure in ("timeline", "step_gaps", "roofline", "acceptance"):
+        assert place.image(found, f"plots/{figure}.png").startswith(b"\x89PNG\r\n\x1a\n")
+    report = place.artifact(found, "report.md")
+    for words in (
+        "specdec, a draft pass: ",
+        "noise: reference against itself ",
+        "memory of the strategy alone",
+    ):
+        assert words in report
+        assert words in shown.out
+    for arm in ("specdec", "reference"):
+        assert f"## {arm}: passes" in report
+        assert f"## {arm}: as other tools define the same figures" in report
+
+
+def test_ceilings_are_measured_once_then_looked_up(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings_store, "LoadMeter", QuietMeter)
+    monkeypatch.setattr(hardware, "gemm_gflop_s", lambda *_: 64.0)
+    monkeypatch.setattr(hardware, "pass_ms", lambda *_: 0.125)
+    rates = iter((8.0, 16.0))
+    monkeypatch.setattr(hardware, "read_gb_s", lambda *_: next(rates))
+
+    def floor_and_ceilings(ceilings: str) -> tuple[float, str]:
+        # In a dtype that no other test here measures.
+        brief = ("workload.limit=1", "dtype=fp64", f"measure.ceilings={ceilings}")
+        assert run.main(place.arguments("strategy=baseline", *brief)) == 0
+        found = place.newest()
+        return found.metrics["roofline/floor_ms"], found.tags["ceilings"]
+
+    floor_ms, first = floor_and_ceilings("auto")
+    assert floor_and_ceilings("auto") == (floor_ms, first)
+    refreshed_ms, second = floor_and_ceilings("refresh")
+    assert second != first
+    assert refreshed_ms == floor_ms / 2
+    assert floor_and_ceilings("auto") == (refreshed_ms, second)
+    assert place.images(place.newest()) == ["roofline.png", "step_gaps.png", "timeline.png"]
 
 
 def test_the_artifacts_tell_the_whole_run(place: Workplace) -> None:
@@ -205,6 +310,10 @@ def test_the_artifacts_tell_the_whole_run(place: Workplace) -> None:
     assert json.loads(place.artifact(found, "env/environment.json"))["torch_threads"] == 1
     assert "| output against its twin | exact | - |" in place.artifact(found, "report.md")
     assert "| output against its twin | exact | - |" in found.tags["mlflow.note.content"]
+
+    # Ceilings are skipped here.
+    assert "ceilings" not in found.tags
+    assert place.images(found) == ["acceptance.png", "step_gaps.png", "timeline.png"]
 
     outputs = place.json_lines(found, "outputs/tokens.jsonl")
     texts = {
@@ -417,18 +526,19 @@ def test_a_result_is_shown_before_the_store_can_fail(
 
 
 @pytest.mark.parametrize(
-    ("signal_number", "status", "word"),
-    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+    ("signal_number", "status", "word", "ceilings"),
+    [(signal.SIGINT, 130, "interrupted", "skip"), (signal.SIGTERM, 143, "terminated", "refresh")],
+    ids=["interrupted", "terminated-while-measuring-ceilings"],
 )
 def test_a_signal_leaves_a_killed_run_and_a_line(
-    place: Workplace, signal_number: int, status: int, word: str
+    place: Workplace, signal_number: int, status: int, word: str, ceilings: str
 ) -> None:
     process = subprocess.Popen(
         [
             sys.executable,
             "-m",
             "experiments.run",
-            *place.arguments("strategy=baseline", "measure.repeats=100000"),
+            *place.arguments("strategy=baseline", "measure.repeats=100000", f"measure.ceilings={ceilings}"),
         ],
         env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
         stdout=subprocess.PIPE,
@@ -438,7 +548,7 @@ def test_a_signal_leaves_a_killed_run_and_a_line(
     assert process.stdout is not None
     try:
         for line in process.stdout:
-            if line.startswith("memory"):  # loaded: the run is open and being measured
+            if line.startswith("memory"):  # loaded: the run is open, ceilings or arms are being measured
                 break
         process.send_signal(signal_number)
         _, shown = process.communicate(timeout=60)
@@ -448,3 +558,4 @@ def test_a_signal_leaves_a_killed_run_and_a_line(
     assert shown.splitlines()[-1].startswith(f"{word}: ")
     found = place.newest()
     assert (found.status, found.tags["validity"]) == ("KILLED", "interrupted")
+    assert not [one for one in place.runs("ceilings") if one.status == "RUNNING"]

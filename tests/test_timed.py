@@ -17,8 +17,9 @@ from toy_models import random_prompts, tiny_model
 
 from experiments.measure import measure
 from experiments.metrics import passes
-from experiments.timed import DRAFT_PHASES, TARGET_PHASES, Recorder, TimedRunner, time_parts
-from experiments.trace import PassEvent
+from experiments.recorder import Recorder
+from experiments.timed import DRAFT_PHASES, TARGET_PHASES, TimedRunner, time_parts
+from experiments.trace import PassEvent, Trace
 from specdec.decoding.speculative import SpeculativeDecoder
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.runner import ModelRunner
@@ -36,6 +37,10 @@ def timed(
     return TimedRunner(SimulatedRunner(COUNTING, 3, num_slots, clock), recorder, phases), recorder
 
 
+def recorded(recorder: Recorder) -> Trace:
+    return recorder.trace("arm", 0, 0, 0.0, 0.0)
+
+
 def test_each_call_is_one_event_to_the_tick() -> None:
     clock = Clock()
     runner, recorder = timed(clock)
@@ -48,18 +53,18 @@ def test_each_call_is_one_event_to_the_tick() -> None:
     read, read_2 = 16 * PREFILL_S_PER_TOKEN, 20 * PREFILL_S_PER_TOKEN
     decoded = read_2 + DECODE_S
     verifying = decoded + OVERHEAD_S
-    assert recorder.trace.passes == [
-        PassEvent("prefill", 0.0, read, (16,), 16, kv_length=16, kv_tokens=16),
-        PassEvent("prefill", read, read_2, (4,), 4, kv_length=16, kv_tokens=20),
-        PassEvent("decode", read_2, decoded, (1, 1), 1, kv_length=17, kv_tokens=22),
-        PassEvent("verify", verifying, verifying + VERIFY_S, (3, 1), 3, kv_length=20, kv_tokens=26),
+    assert recorded(recorder).passes == [
+        PassEvent("prefill", 0.0, read, (16,), 16, kv_lengths=(16,), kv_tokens=16),
+        PassEvent("prefill", read, read_2, (4,), 4, kv_lengths=(4,), kv_tokens=20),
+        PassEvent("decode", read_2, decoded, (1, 1), 1, kv_lengths=(17, 5), kv_tokens=22),
+        PassEvent("verify", verifying, verifying + VERIFY_S, (3, 1), 3, kv_lengths=(20, 6), kv_tokens=26),
     ]
 
 
 def test_a_prefill_of_several_rows_is_one_pass_each() -> None:
     runner, recorder = timed(Clock())
     logits = runner.prefill([[0, 1], [0, 1, 2]], [0, 1])
-    assert [event.counts for event in recorder.trace.passes] == [(2,), (3,)]
+    assert [event.counts for event in recorded(recorder).passes] == [(2,), (3,)]
     assert logits.argmax(-1).tolist() == [2, 0]
     assert runner.lengths == (2, 3)
 
@@ -68,8 +73,8 @@ def test_padding_is_not_counted_as_tokens() -> None:
     runner, recorder = timed(Clock(), DRAFT_PHASES)
     runner.prefill([[0], [0]], [0, 1])
     runner.decode(torch.tensor([[1, 2], [1, 0]]), [2, 1])
-    assert [event.phase for event in recorder.trace.passes] == ["draft_prefill", "draft_prefill", "draft"]
-    assert (recorder.trace.passes[-1].counts, recorder.trace.passes[-1].width) == ((2, 1), 2)
+    assert [event.phase for event in recorded(recorder).passes] == ["draft_prefill", "draft_prefill", "draft"]
+    assert (recorded(recorder).passes[-1].counts, recorded(recorder).passes[-1].width) == ((2, 1), 2)
 
 
 def test_the_drafters_passes_are_apart_from_the_targets() -> None:
@@ -83,7 +88,7 @@ def test_the_drafters_passes_are_apart_from_the_targets() -> None:
     recorder = time_parts(decoder, clock)
     text = collect(decoder.generate(requests_for([[0, 1, 2, 0]], 4)))
     assert text == {0: [1, 2, 0, 1]}
-    trace = recorder.trace
+    trace = recorded(recorder)
     # Prompt of 4; then the draft model reads it (3 tokens, the newest comes with the first draft pass) and two
     # draft passes make two draft tokens, all accepted with a bonus token: four tokens in all.
     read = 4 * PREFILL_S_PER_TOKEN
@@ -104,8 +109,8 @@ def test_a_decoder_without_drafter_is_timed_too() -> None:
     decoder = build_decoder(SimulatedRunner(COUNTING, 3, 1, clock), num_slots=1)
     recorder = time_parts(decoder, clock)
     collect(decoder.generate(requests_for([[0]], 3)))
-    assert [event.phase for event in recorder.trace.passes] == ["prefill", "decode", "decode"]
-    assert recorder.trace.proposals == []
+    assert [event.phase for event in recorded(recorder).passes] == ["prefill", "decode", "decode"]
+    assert recorded(recorder).proposals == []
 
 
 def test_real_models_write_the_same_with_timers(one_thread: None) -> None:
@@ -120,7 +125,12 @@ def test_real_models_write_the_same_with_timers(one_thread: None) -> None:
         texts.append(collect(decoder.generate(requests_for(prompts, [8, 12, 10]))))
     assert texts[0] == texts[1]
     assert recorder is not None
-    assert {event.phase for event in recorder.trace.passes} == {"prefill", "draft_prefill", "draft", "verify"}
+    assert {event.phase for event in recorded(recorder).passes} == {
+        "prefill",
+        "draft_prefill",
+        "draft",
+        "verify",
+    }
 
 
 def test_restored_parts_are_those_before() -> None:

@@ -70,6 +70,8 @@ def test_a_finished_run_holds_all_that_was_logged(store: tracking.Store, tmp_pat
         logged.log_curve("curve_batch/step_ms", [(step, step * 2.0) for step in range(1500)])
         logged.log_text("x: 1\n", "config/resolved.yaml")
         logged.log_file(file, "plots")
+        logged.log_bytes(b"\x89PNG", "plots/timeline.png")
+        logged.log_bytes(b"\x00", "at_the_top.bin")
         logged.set_description("| a | b |")
         logged.set_tags({"validity": "ok"})
     found = newest(store, "whole")
@@ -83,6 +85,22 @@ def test_a_finished_run_holds_all_that_was_logged(store: tracking.Store, tmp_pat
     assert tracking.read_text(store, found.run_id, "config/resolved.yaml") == "x: 1\n"
     folder = store.root / "mlruns" / "whole" / found.run_id / "artifacts"
     assert (folder / "plots" / "plot.png").read_bytes() == b"png"
+    assert (folder / "plots" / "timeline.png").read_bytes() == b"\x89PNG"
+    assert (folder / "at_the_top.bin").read_bytes() == b"\x00"
+
+
+def test_runs_are_found_in_one_experiment_or_in_all_newest_first(store: tracking.Store) -> None:
+    for study, kind in (("here", "point"), ("there", "ceilings"), ("here", "ceilings")):
+        with tracking.run(store, study, f"{study} {kind}", {"kind": kind, "sought": "yes"}, {}):
+            pass
+
+    def names(experiment: str | None, filter_string: str = "tags.sought = 'yes'") -> list[str]:
+        return [found.name for found in tracking.find_runs(store, experiment, filter_string)]
+
+    assert names("here") == ["here ceilings", "here point"]
+    assert names("nowhere") == []
+    assert names(None) == ["here ceilings", "there ceilings", "here point"]
+    assert names(None, "tags.sought = 'yes' and tags.kind = 'point'") == ["here point"]
 
 
 def test_values_that_are_not_finite_are_left_out_and_reported(store: tracking.Store) -> None:

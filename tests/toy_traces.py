@@ -32,7 +32,8 @@ def step(
 def forward(
     phase: str, start_s: float, end_s: float, counts: Sequence[int] = (1,), kv_tokens: int = 8
 ) -> PassEvent:
-    return PassEvent(phase, start_s, end_s, tuple(counts), max(counts), kv_tokens, kv_tokens)
+    lengths = (kv_tokens,) + (0,) * (len(counts) - 1)
+    return PassEvent(phase, start_s, end_s, tuple(counts), max(counts), lengths, kv_tokens)
 
 
 def trace(

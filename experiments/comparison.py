@@ -1,0 +1,312 @@
+"""Arms side by side on the same prompts: a baseline, candidates, and the baseline again to see the noise."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+
+from experiments import equivalence, statistics
+from experiments.bench import NOBODY, Measured, Watcher, measure_bench
+from experiments.config import compose_run
+from experiments.equivalence import Comparison
+from experiments.hardware import Remember, measure_anew
+from experiments.memory import MemoryProbeError, ProcessMemory, measure_memory
+from experiments.models import LoadedModels
+from experiments.point import PreparedPoint, prepare
+from experiments.statistics import Speedups
+from experiments.strategy import Arm, again_of, build_parts
+
+# What makes texts or times of two arms comparable.
+SHARED_SETTINGS = ("workload", "batch_size", "device", "threads", "seed", "sampling", "measure", "study")
+# Whitespace within quotes does not part words; the quotes stay, for Hydra to read.
+_WORD = r"""(?:[^\s"']|"[^"]*"|'[^']*')+"""
+
+
+class ArmError(ValueError):
+    """An arm does not check out; `__cause__` says why."""
+
+    def __init__(self, label: str, error: Exception) -> None:
+        super().__init__(f"arm '{label}': {error}")
+        self.label = label
+
+
+@dataclass(frozen=True)
+class ArmSpec:
+    """A strategy preset and overrides, as one writes them: `prompt_lookup draft_length.max=6`."""
+
+    preset: str
+    overrides: tuple[str, ...]
+
+    @staticmethod
+    def parse(text: str) -> ArmSpec:
+        """Raises ValueError for a text that does not begin with a preset's name, or a quote that is not closed."""
+        words = re.findall(_WORD, text)
+        if not words or "=" in words[0] or re.sub(_WORD, "", text).strip():
+            raise ValueError(
+                f"arm {text!r}: expected a strategy preset, then overrides, "
+                "as in 'prompt_lookup draft_length.max=6'"
+            )
+        return ArmSpec(words[0], tuple(words[1:]))
+
+    @property
+    def label(self) -> str:
+        return " ".join((self.preset, *self.overrides))
+
+    def check_settings(self) -> None:
+        """Raises ValueError for a setting that is not this arm's own."""
+        for override in self.overrides:
+            name = re.split(r"[.@=]", override.lstrip("+~"))[0]
+            if name == "strategy":
+                raise ValueError(f"arm '{self.label}' sets strategy: its first word is the strategy")
+            if name in SHARED_SETTINGS:
+                raise ValueError(_shared_line(self.label, name))
+
+
+@dataclass(frozen=True)
+class PreparedComparison:
+    """Points by label, all of the same workload; the first is the baseline. Nothing heavy is loaded yet."""
+
+    points: Mapping[str, PreparedPoint]
+
+    @property
+    def baseline(self) -> str:
+        return next(iter(self.points))
+
+    @property
+    def candidates(self) -> list[str]:
+        return list(self.points)[1:]
+
+    @property
+    def shared(self) -> PreparedPoint:
+        """Any point, for what all have in common."""
+        return self.points[self.baseline]
+
+    def arm(self, label: str) -> Arm:
+        return dataclasses.replace(self.points[label].arms.strategy, name=label)
+
+    @property
+    def again(self) -> Arm | None:
+        return again_of(self.arm(self.baseline)) if self.shared.config.measure.aa else None
+
+    @property
+    def num_block_runs(self) -> int:
+        """How many times a block is decoded by an arm."""
+        num_arms = len(self.points) + (self.again is not None)
+        return num_arms * len(self.shared.blocks) * self.shared.config.measure.repeats
+
+    @property
+    def has_one_dtype(self) -> bool:
+        """Ceilings are those of one dtype: with several they are left out."""
+        return len({point.config.dtype for point in self.points.values()}) == 1
+
+    def reference_of(self, label: str, role: str) -> str | None:
+        """The arm that is this one's `plain` or `twin`; None where none is, or it is that itself."""
+        point = self.points[label]
+        reference: Arm = getattr(point.arms, role)
+        if reference.name == point.arms.strategy.name:
+            return None
+        for other, candidate in self.points.items():
+            if _same_engine(point, candidate) and _same_parts(reference, candidate.arms.strategy):
+                return other
+        return None
+
+
+@dataclass(frozen=True)
+class ComparisonResult:
+    """What a comparison showed, by label. `memory_errors` say why a memory that was asked for is missing."""
+
+    comparison: PreparedComparison
+    measured: Measured
+    grades: Mapping[str, Sequence[Comparison]]
+    memories: Mapping[str, ProcessMemory]
+    seconds: Mapping[str, float]
+    memory_errors: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def speedups(self) -> dict[str, Speedups]:
+        """Of each candidate that ran, against the baseline."""
+        reference = self.measured.timelines_of(self.comparison.baseline)
+        return {
+            label: statistics.speedups(self.measured.timelines_of(label), reference)
+            for label in self.comparison.candidates
+            if label not in self.measured.failures
+        }
+
+    def verdict(self, label: str) -> str:
+        """On a candidate's decode speed-up."""
+        return self.measured.verdict(self.speedups[label].decode)
+
+    def same_texts(self, label: str) -> tuple[int, int]:
+        """How many of a candidate's texts are the baseline's, token for token, and of how many."""
+        ours = self.measured.timelines_of(label)
+        theirs = self.measured.timelines_of(self.comparison.baseline)
+        return sum(ours[unit].token_ids == theirs[unit].token_ids for unit in ours), len(ours)
+
+    def equivalence(self, label: str) -> str:
+        """Against the arm's twin, where that is among the arms and ran."""
+        return equivalence.overall(self.grades.get(label, ()))
+
+    def quality(self, label: str) -> dict[str, float]:
+        """`quality/...` of the same."""
+        return equivalence.quality(self.grades.get(label, ()))
+
+    def lossless(self, label: str) -> bool:
+        """Declared, and not contradicted by a comparison with the twin."""
+        return (
+            self.comparison.arm(label).declares_lossless and self.equivalence(label) != equivalence.DIVERGED
+        )
+
+    def references(self, label: str) -> dict[str, Speedups]:
+        """Speed-ups against the baseline, and under `plain` and `twin` where those references are among the arms."""
+        found = {"baseline": self.speedups[label]} if label in self.speedups else {}
+        ours = self.measured.timelines_of(label)
+        for role in ("plain", "twin"):
+            other = self.reference(label, role)
+            if other is not None:
+                found[role] = statistics.speedups(ours, self.measured.timelines_of(other))
+        return found
+
+    def reference(self, label: str, role: str) -> str | None:
+        """The arm that is this one's `plain` or `twin`, where both ran."""
+        other = self.comparison.reference_of(label, role)
+        return None if {label, other} & {None, *self.measured.failures} else other
+
+
+def prepare_comparison(
+    baseline: str, candidates: Sequence[str], shared_overrides: Sequence[str]
+) -> PreparedComparison:
+    """Compose and check all arms.
+
+    Raises ValueError, an OmegaConf or a Hydra error for whatever can be known to be wrong before weights are loaded,
+    an ArmError where it is one arm's; also for an arm that changes a setting which all arms share.
+    """
+    loaded: LoadedModels = {}
+    points: dict[str, PreparedPoint] = {}
+    if any(override.startswith("strategy=") for override in shared_overrides):
+        raise ValueError("strategy=... is what arms differ in: say it in baseline=... and candidates=...")
+    specs = [ArmSpec.parse(text) for text in (baseline, *candidates)]
+    for spec in specs:
+        spec.check_settings()
+    for spec in specs:
+        overrides = [*shared_overrides, f"strategy={spec.preset}", *spec.overrides]
+        try:
+            point = prepare(compose_run(overrides), loaded)
+        except Exception as error:
+            # Without overrides the baseline is what all arms share.
+            if not points and not spec.overrides:
+                raise
+            raise ArmError(spec.label, error) from error
+        if points:
+            _check_comparable(spec.label, point, next(iter(points.values())))
+        points[_unused(spec.label, points)] = point
+    return PreparedComparison(points)
+
+
+def measure_comparison(
+    comparison: PreparedComparison, watcher: Watcher = NOBODY, remember: Remember = measure_anew
+) -> ComparisonResult:
+    """Measure all arms interleaved.
+
+    A candidate that fails is left without figures; whatever the baseline raises is raised.
+    """
+    shared, points = comparison.shared, comparison.points
+    entries = [
+        dataclasses.replace(point.entry(point.arms.strategy), arm=comparison.arm(label))
+        for label, point in points.items()
+    ]
+    essential, again = [comparison.baseline], comparison.again
+    if again is not None:
+        entries.append(dataclasses.replace(entries[0], arm=again))
+        essential.append(again.name)
+    measured = measure_bench(
+        entries,
+        shared.blocks,
+        shared.config.measure,
+        threads=shared.config.threads or 1,
+        seed=shared.config.seed,
+        again=(again.name, comparison.baseline) if again else None,
+        essential=essential,
+        hardware=shared.hardware(remember) if comparison.has_one_dtype else None,
+        watcher=watcher,
+    )
+    measured_s = time.perf_counter()
+    grades = {label: _grades(comparison, measured, label) for label in points}
+    compared_s = time.perf_counter()
+    memories, errors = _memories(comparison, measured) if shared.config.measure.memory else ({}, {})
+    seconds = {**measured.seconds, "compare outputs": compared_s - measured_s}
+    if shared.config.measure.memory:
+        seconds["measure memory"] = time.perf_counter() - compared_s
+    return ComparisonResult(comparison, measured, grades, memories, seconds, errors)
+
+
+def _grades(comparison: PreparedComparison, measured: Measured, label: str) -> list[Comparison]:
+    twin = comparison.reference_of(label, "twin")
+    point = comparison.points[label]
+    if twin is None or point.config.sampling.temperature > 0 or {label, twin} & set(measured.failures):
+        return []
+    return equivalence.compare_traces(
+        measured.traces_of(label),
+        measured.traces_of(twin),
+        point.blocks,
+        lambda: build_parts(point.arms.twin, point.pool, point.settings),
+    )
+
+
+def _memories(
+    comparison: PreparedComparison, measured: Measured
+) -> tuple[dict[str, ProcessMemory], dict[str, str]]:
+    """Of each arm that ran, alone in a process of its own; and why not, where that failed."""
+    found: dict[str, ProcessMemory] = {}
+    errors: dict[str, str] = {}
+    known: dict[str, ProcessMemory] = {}
+    for label, point in comparison.points.items():
+        if label in measured.failures:
+            continue
+        try:
+            if point.config_hash not in known:
+                known[point.config_hash] = measure_memory(point.config)
+            found[label] = known[point.config_hash]
+        except MemoryProbeError as error:  # nothing measured is lost by it
+            errors[label] = str(error)
+    return found, errors
+
+
+def _shared_line(label: str, name: str) -> str:
+    return f"arm '{label}' sets {name}, which all arms share: give it beside the arms, not within one"
+
+
+def _check_comparable(label: str, point: PreparedPoint, baseline: PreparedPoint) -> None:
+    """What a preset sets by itself, and what only the prompts tell."""
+    ours, theirs = asdict(point.config), asdict(baseline.config)  # by value: a plug-in may be loaded twice
+    for name in SHARED_SETTINGS:
+        if ours[name] != theirs[name]:
+            raise ValueError(_shared_line(label, name))
+    if point.workload_hash != baseline.workload_hash:
+        raise ValueError(
+            f"arm '{label}' reads other tokens than the baseline: compare arms of one vocabulary"
+        )
+
+
+def _same_engine(point: PreparedPoint, other: PreparedPoint) -> bool:
+    """All but the strategy's parts and its draft model."""
+    ours, theirs = point.config, other.config
+    same_target = (ours.model.target, ours.model.revision) == (theirs.model.target, theirs.model.revision)
+    return same_target and (ours.dtype, ours.prefill_chunk) == (theirs.dtype, theirs.prefill_chunk)
+
+
+def _same_parts(arm: Arm, other: Arm) -> bool:
+    """By value: a plug-in from outside is loaded, and so defined, once per arm."""
+    return {**asdict(arm), "name": ""} == {**asdict(other), "name": ""}
+
+
+def _unused(label: str, taken: Mapping[str, PreparedPoint]) -> str:
+    """The label, numbered where an arm is given more than once."""
+    number, name = 1, label
+    while name in taken:
+        number += 1
+        name = f"{label} ({number})"
+    return name

@@ -1,0 +1,165 @@
+"""A point, measured: the strategy beside its references, its output graded against its twin's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from experiments import equivalence, metrics, statistics
+from experiments.bench import NOBODY, Footprint, Measured, Watcher, measure_bench
+from experiments.equivalence import Comparison
+from experiments.hardware import Remember, measure_anew
+from experiments.memory import MemoryProbeError, ProcessMemory, measure_memory
+from experiments.point import PreparedPoint
+from experiments.statistics import Ratio, Unit
+from experiments.strategy import Arm, build_parts
+from experiments.trace import RequestTimeline, Trace
+
+
+@dataclass(frozen=True)
+class PointResult:
+    """What a measured point showed. Speed-ups are None where the strategy is its own reference.
+
+    `memory` is that of the strategy alone in its own process; None where it wasn't measured, `memory_error` says
+    why if it was tried.
+    """
+
+    point: PreparedPoint
+    measured: Measured
+    comparisons: Sequence[Comparison]
+    seconds: Mapping[str, float]
+    memory: ProcessMemory | None = None
+    memory_error: str | None = None
+
+    @property
+    def traces(self) -> Sequence[Trace]:
+        return self.measured.traces
+
+    @property
+    def footprints(self) -> Mapping[str, Footprint]:
+        return self.measured.footprints
+
+    def traces_of(self, arm: Arm) -> list[Trace]:
+        return self.measured.traces_of(arm.name)
+
+    def timelines_of(self, arm: Arm) -> dict[Unit, RequestTimeline]:
+        return self.measured.timelines_of(arm.name)
+
+    @cached_property
+    def speedups(self) -> dict[str, Ratio | None]:
+        """By metric name without the section: decode_vs_plain, decode_vs_twin, total_vs_plain, total_vs_twin."""
+        arms, found = self.point.arms, {}
+        for role, reference in (("plain", arms.plain), ("twin", arms.twin)):
+            if reference.name != arms.strategy.name:
+                ratios = statistics.speedups(self.timelines_of(arms.strategy), self.timelines_of(reference))
+                found[f"decode_vs_{role}"] = ratios.decode
+                found[f"total_vs_{role}"] = ratios.total
+        return found
+
+    @property
+    def verdict(self) -> str | None:
+        """On the decode speed-up against `plain`; None for a strategy that is its own reference."""
+        if "decode_vs_plain" not in self.speedups:
+            return None
+        return self.measured.verdict(self.speedups["decode_vs_plain"])
+
+    @property
+    def equivalence(self) -> str:
+        return equivalence.overall(self.comparisons)
+
+    @property
+    def lossless(self) -> bool:
+        """Declared, and not contradicted by the comparison with the twin."""
+        return self.point.arms.strategy.declares_lossless and self.equivalence != equivalence.DIVERGED
+
+    @property
+    def validity(self) -> str:
+        return self.measured.validity
+
+    @property
+    def excluded(self) -> dict[Unit, str]:
+        """Prompts that no speed-up is computed from, with the reason."""
+        return statistics.excluded_units(*(self.timelines_of(arm) for arm in self.point.arms.distinct))
+
+    def metrics_of(self, arm: Arm) -> dict[str, float]:
+        """One arm's own metrics, memory included."""
+        return self.measured.metrics_of(arm.name)
+
+    @cached_property
+    def metrics(self) -> dict[str, float]:
+        """Everything that is logged for the strategy, by contract name."""
+        arms = self.point.arms
+        found = self.metrics_of(arms.strategy)
+        found["latency/tokenize_ms.mean"] = self.point.tokenize_ms
+        found.update(metrics.prediction(self.traces_of(arms.strategy), self.traces_of(arms.plain)))
+        for name, ratio in self.speedups.items():
+            found.update(ratio_metrics(f"speedup/{name}", ratio))
+        found.update(ratio_metrics("noise/again_vs_itself", self.measured.noise_floor))
+        if self.memory is not None:
+            found["memory/peak_mib"] = self.memory.peak_mib
+            found["memory/steady_mib"] = self.memory.steady_mib
+            found["memory/base_mib"] = self.memory.base_mib
+        return {**found, **equivalence.quality(self.comparisons)}
+
+
+def ratio_metrics(name: str, ratio: Ratio | None) -> dict[str, float]:
+    """A ratio with its interval, as far as there is one."""
+    if ratio is None:
+        return {}
+    if ratio.ci_low is None or ratio.ci_high is None:
+        return {name: ratio.value}
+    return {name: ratio.value, f"{name}.ci_low": ratio.ci_low, f"{name}.ci_high": ratio.ci_high}
+
+
+def measure_point(
+    point: PreparedPoint, watcher: Watcher = NOBODY, remember: Remember = measure_anew
+) -> PointResult:
+    """Load the models, measure all arms interleaved, and grade the strategy's output against its twin's.
+
+    `remember` says how ceilings are kept. Raises UnfitPartsError where a weight format can't hold the model, or
+    parts refuse each other.
+    """
+    config, arms = point.config, point.arms
+    names = [arm.name for arm in arms.measured]
+    measured = measure_bench(
+        [point.entry(arm) for arm in arms.measured],
+        point.blocks,
+        config.measure,
+        threads=config.threads or 1,
+        seed=config.seed,
+        again=(arms.again.name, arms.plain.name) if arms.again else None,
+        essential=names,
+        hardware=point.hardware(remember),
+        watcher=watcher,
+    )
+    measured_s = time.perf_counter()
+    comparisons = _compare(point, measured)
+    compared_s = time.perf_counter()
+    seconds = {**measured.seconds, "compare outputs": compared_s - measured_s}
+    if not config.measure.memory:
+        return PointResult(point, measured, comparisons, seconds)
+    memory, error = _memory(point)
+    seconds["measure memory"] = time.perf_counter() - compared_s
+    return PointResult(point, measured, comparisons, seconds, memory, error)
+
+
+def _compare(point: PreparedPoint, measured: Measured) -> list[Comparison]:
+    """Grades against the twin; none when sampling, or for a strategy that is its twin."""
+    arms = point.arms
+    if point.config.sampling.temperature > 0 or arms.twin.name == arms.strategy.name:
+        return []
+    return equivalence.compare_traces(
+        measured.traces_of(arms.strategy.name),
+        measured.traces_of(arms.twin.name),
+        point.blocks,
+        lambda: build_parts(arms.twin, point.pool, point.settings),
+    )
+
+
+def _memory(point: PreparedPoint) -> tuple[ProcessMemory | None, str | None]:
+    try:
+        return measure_memory(point.config), None
+    except MemoryProbeError as error:  # nothing measured is lost by it
+        return None, str(error)
