@@ -171,7 +171,9 @@ def prediction(strategy: Sequence[Trace], plain: Sequence[Trace]) -> dict[str, f
     rest_s = (sum(step.duration_s for step in steps) - draft_s) / len(steps)
     row_steps = sum(len(step.output.request_ids) for step in steps)
     per_step = drafted / row_steps
-    rate = found["spec/acceptance_rate"]
+    # Of the draft tokens that were judged: those behind a rejected one say nothing.
+    judged = acceptance_by_position(strategy)
+    rate = sum(place.accepted for place in judged) / sum(place.reached for place in judged)
     drafting = draft_s / len(steps) / per_step / plain_s
     return {"spec/predicted_speedup": predicted_speedup(rate, per_step, drafting, rest_s / plain_s)}
 

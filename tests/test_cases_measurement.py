@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,12 +31,6 @@ from specdec.types import Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MS = 1000.0
-
-
-@pytest.fixture(autouse=True)
-def _no_collecting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`measure` collects garbage before each block, which takes longer here than all the rest."""
-    monkeypatch.setattr(gc, "collect", lambda *_: 0)
 
 
 def test_m1_tokens_are_counted_not_commits() -> None:

@@ -102,6 +102,7 @@ TAGS = {
     "git_dirty",
     "metrics_version",
 }
+REAL_PNG = record.png
 SPEED_SECTIONS = ("latency/", "throughput/", "speedup/", "spec/", "trace/", "roofline/", "noise/")
 # Most runs here leave out what takes time and has tests of its own.
 BRIEF = {"measure.aa": "false", "measure.ceilings": "skip", "measure.memory": "false"}
@@ -162,6 +163,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Iterato
     save_prompts(root / "prompts.jsonl", repeating_prompts(PROMPT_LENGTHS))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{root / 'store.db'}")
+        patch.setattr(record, "png", lambda figure: b"an image")  # half a second a run; drawn for real below
         yield Workplace(root, tracking.open_store(root))
 
 
@@ -231,6 +233,7 @@ def test_a_run_that_skips_nothing(
     place: Workplace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ceilings_store, "LoadMeter", QuietMeter)
+    monkeypatch.setattr(record, "png", REAL_PNG)
     everything = [f"{setting}={value}" for setting, value in FULL.items()]
     draft = f"model.draft={place.root / 'draft'}"
     assert run.main(place.arguments("strategy=specdec", draft, "measure.repeats=5", *everything)) == 0

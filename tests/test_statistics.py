@@ -128,9 +128,9 @@ def test_the_verdict_is_where_the_interval_lies(ratios: list[float], verdict: st
 @pytest.mark.parametrize("count", [6, 12])
 @pytest.mark.parametrize("heavy_tailed", [False, True])
 def test_false_alarms_are_about_five_in_a_hundred(count: int, heavy_tailed: bool) -> None:
-    """500 comparisons without a difference; 3000 gave 4.6 to 7.2 %. At 7.2 % one seed in 1000 gives more than 55.
+    """500 comparisons without a difference; 2000 gave 3.3 to 4.7 %. At 5 % one seed in 1000 gives more than 41.
 
-    The seeds are fixed. The same without the expansion for small samples: 12 % of 6 pairs.
+    The seeds are fixed. A percentile bootstrap of 6 pairs: 12 %.
     """
     random = np.random.default_rng(count)
     alarms = 0
@@ -139,7 +139,7 @@ def test_false_alarms_are_about_five_in_a_hundred(count: int, heavy_tailed: bool
         ratio = Ratio.of(np.exp(0.02 * noise).tolist())
         assert ratio is not None
         alarms += ratio.verdict != NO_DIFFERENCE
-    assert 10 <= alarms <= 55
+    assert 5 <= alarms <= 41
 
 
 def test_a_detectable_difference_is_detected_four_times_in_five() -> None:

@@ -197,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--candidate", default="baseline", help="repeat: the arm beside baseline")
     parser.add_argument("--busy", action="store_true", help="repeat: with a process beside that never rests")
     parser.add_argument("settings", nargs="*", help="settings of all arms, such as threads=1")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     if options.what == "record":
         record(options.recording, options.repeats, [f"workload.limit={PROMPTS}", *options.settings])
     elif options.what == "simulate":
