@@ -18,6 +18,7 @@ import multiprocessing
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -156,13 +157,14 @@ def repeat_here(times: int, candidate: str, busy: bool, overrides: Sequence[str]
     command = [sys.executable, "-m", "experiments.compare", f"candidates=['{candidate}']", *quick]
     with _busy_process() if busy else _nothing():
         for _ in track(range(times), transient=True):
+            started_s = time.perf_counter()
             done = subprocess.run(command, capture_output=True, text=True, check=True)
+            taken_s = time.perf_counter() - started_s
             found = VERDICT.search(done.stdout)
             verdicts[found.group(1) if found else "none"] += 1
             noise = re.search(r"^noise: .*$", done.stdout, re.MULTILINE)
-            line = VERDICT.search(done.stdout)
-            shown = done.stdout[line.start() :].splitlines()[0] if line else "no verdict"
-            print(shown, "|", noise.group() if noise else "no A/A arm", flush=True)
+            shown = done.stdout[found.start() :].split(";")[0] if found else "no verdict"
+            print(f"{taken_s:.0f} s: {shown} | {noise.group() if noise else 'no A/A arm'}", flush=True)
     return verdicts
 
 
