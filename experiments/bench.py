@@ -15,7 +15,7 @@ from experiments.config import MeasureConfig
 from experiments.hardware import Hardware
 from experiments.load import ForeignLoad, LoadMeter
 from experiments.measure import measure
-from experiments.metrics import TARGET_PHASES, arm_metrics
+from experiments.metrics import TARGET_PHASES, arm_metrics, prompt_reads
 from experiments.roofline import Ceilings, ModelCost, PassParts, floor_ms, mbu_frac, mfu_frac, pass_parts
 from experiments.statistics import NO_DIFFERENCE, TOO_FEW, Ratio, Unit
 from experiments.strategy import Arm
@@ -138,6 +138,9 @@ class Measured:
     def passes_of(self, name: str, *phases: str) -> list[PassEvent]:
         return [event for trace in self.traces_of(name) for event in trace.passes if event.phase in phases]
 
+    def _prompt_reads(self, name: str) -> list[PassEvent]:
+        return [event for trace in self.traces_of(name) for event in prompt_reads(trace)]
+
     @property
     def _differs_from_itself(self) -> bool:
         if self.again is None or self.noise_floor is None:
@@ -155,7 +158,7 @@ class Measured:
                 mbu_frac(self.passes_of(name, "decode", "verify"), footprint.target, ceilings)
             ),
             "roofline/mfu_prefill_pct": _percent(
-                mfu_frac(self.passes_of(name, "prefill"), footprint.target, ceilings)
+                mfu_frac(self._prompt_reads(name), footprint.target, ceilings)
             ),
             "roofline/floor_ms": floor_ms(footprint.target, ceilings),
         }

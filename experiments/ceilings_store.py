@@ -29,6 +29,7 @@ class StoredCeilings:
         self._study = study
         self._refresh = refresh
         self.run_id: str | None = None  # of the bandwidth and arithmetic, once they were asked for
+        self.is_noisy = False  # was anything that is in use measured beside a busy process?
 
     def __call__(self, key: Mapping[str, str], measure: Callable[[], Values]) -> Values:
         key = {**key, "host": host_id()}
@@ -59,4 +60,5 @@ class StoredCeilings:
             noisy = load.read().is_noisy
             logged.log_metrics({SECTION + name: value for name, value in values.items()})
             logged.set_tags({"validity": "noisy" if noisy else "ok"})
+            self.is_noisy = self.is_noisy or noisy
         return values, logged.run_id

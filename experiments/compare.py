@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -135,10 +136,12 @@ def _compare(arguments: Sequence[str]) -> int:
         **record.git_tags(),
     }
     ceilings = StoredCeilings(store, config.study, config.measure.ceilings == "refresh")
+    trouble: list[Exception] = []
     settings = {label: asdict(point.config) for label, point in comparison.points.items()}
     try:
         with tracking.run(store, config.study, f"compare {comparison_id}", tags, {}) as logged:
             logged.log_text(yaml.safe_dump(settings, sort_keys=False), "config/arms.yaml")
+            torch.set_num_threads(config.threads or 1)  # the environment says how many
             machine = environment.collect()
             record.record_environment(machine, logged)
             with progress(comparison.num_block_runs) as advance:
@@ -147,7 +150,7 @@ def _compare(arguments: Sequence[str]) -> int:
                         report.footprint_lines({arm: sizes[arm] for arm in comparison.points if arm in sizes})
                     ),
                     on_progress=advance,
-                    on_measured=lambda traces: record.record_traces(comparison.shared, traces, logged),
+                    on_measured=record.tracer(comparison.shared, logged, trouble),
                 )
                 result = measure_comparison(comparison, watcher, ceilings)
             # Printed before it is logged: a store that fails now must not take the result with it.
@@ -157,6 +160,9 @@ def _compare(arguments: Sequence[str]) -> int:
             _record(result, logged)
             for label in comparison.points:
                 _record_arm(result, label, store, tags, machine, ceilings.run_id, logged.run_id)
+            _draw(result, logged)
+            if trouble or result.trouble is not None:
+                raise result.trouble or trouble[0]
     except UnfitPartsError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT_STATUS
@@ -187,6 +193,11 @@ def _record(result: ComparisonResult, logged: LoggedRun) -> None:
     logged.set_tags({**record.validity_tags(result.measured), **failed})
     labels = list(result.comparison.points)
     logged.log_text(f"{text}\n{record.details(result.measured, labels)}", "report.md")
+
+
+def _draw(result: ComparisonResult, logged: LoggedRun) -> None:
+    """Last: a failure here costs pictures only."""
+    labels = list(result.comparison.points)
     title = compare_report.title(result.comparison)
     record.record_figures(compare_report.interval_figure(result), logged)
     record.record_figures(figures.of_arms(result.measured, labels, title), logged)

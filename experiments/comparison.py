@@ -117,7 +117,10 @@ class PreparedComparison:
 
 @dataclass(frozen=True)
 class ComparisonResult:
-    """What a comparison showed, by label. `memory_errors` say why a memory that was asked for is missing."""
+    """What a comparison showed, by label. `memory_errors` say why a memory that was asked for is missing.
+
+    `trouble` kept outputs from being compared: whoever reports the result raises it then.
+    """
 
     comparison: PreparedComparison
     measured: Measured
@@ -125,6 +128,7 @@ class ComparisonResult:
     memories: Mapping[str, ProcessMemory]
     seconds: Mapping[str, float]
     memory_errors: Mapping[str, str] = field(default_factory=dict)
+    trouble: Exception | None = None
 
     @cached_property
     def speedups(self) -> dict[str, Speedups]:
@@ -234,13 +238,19 @@ def measure_comparison(
         watcher=watcher,
     )
     measured_s = time.perf_counter()
-    grades = {label: _grades(comparison, measured, label) for label in points}
+    grades: dict[str, list[Comparison]] = {}
+    trouble: Exception | None = None
+    for label in points:
+        try:
+            grades[label] = _grades(comparison, measured, label)
+        except Exception as error:  # what was measured is reported all the same
+            trouble = error
     compared_s = time.perf_counter()
     memories, errors = _memories(comparison, measured) if shared.config.measure.memory else ({}, {})
     seconds = {**measured.seconds, "compare outputs": compared_s - measured_s}
     if shared.config.measure.memory:
         seconds["measure memory"] = time.perf_counter() - compared_s
-    return ComparisonResult(comparison, measured, grades, memories, seconds, errors)
+    return ComparisonResult(comparison, measured, grades, memories, seconds, errors, trouble)
 
 
 def _grades(comparison: PreparedComparison, measured: Measured, label: str) -> list[Comparison]:

@@ -79,6 +79,11 @@ def git_state() -> dict[str, Any]:
     return _git(project_root())
 
 
+def cpu_name() -> str:
+    """The processor's name as far as the system tells it."""
+    return str(_cpu()["model"] or "cpu")
+
+
 def quota_cores() -> int:
     """Whole cores that this process may keep busy: affinity and cgroup quota, at least 1."""
     quota = cgroup_quota()

@@ -21,6 +21,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from experiments.clocks import cache_bytes
+from experiments.environment import cpu_name
+from experiments.metrics import METRICS_VERSION
 from experiments.roofline import GIGA, Ceilings
 from specdec.runner import ModelRunner
 
@@ -58,7 +60,7 @@ class Hardware:
     def ceilings(self) -> Ceilings:
         """Read bandwidth and matrix-product rate; about a second."""
         values = self.remember(self._key(), self._measure_rates)
-        return Ceilings(values[READ_GB_S], values[GEMM_GFLOP_S])
+        return Ceilings(values[READ_GB_S], values[GEMM_GFLOP_S], getattr(self.remember, "is_noisy", False))
 
     def overhead_ms(self, model_config: Any, weights: Any) -> float | None:
         """Time of a decode pass of the same module tree with tiny widths, `weights` being a format's options.
@@ -79,10 +81,13 @@ class Hardware:
     def _key(self) -> dict[str, str]:
         return {
             "device": self.device.type,
-            "device_name": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
+            "device_name": torch.cuda.get_device_name(self.device)
+            if self.device.type == "cuda"
+            else cpu_name(),
             "dtype": str(self.dtype).removeprefix("torch."),
             "threads": str(self.threads),
             "torch": torch.__version__,
+            "definitions": METRICS_VERSION,
         }
 
     def _measure_rates(self) -> Values:

@@ -23,7 +23,7 @@ class PointResult:
     """What a measured point showed. Speed-ups are None where the strategy is its own reference.
 
     `memory` is that of the strategy alone in its own process; None where it wasn't measured, `memory_error` says
-    why if it was tried.
+    why if it was tried. `trouble` kept the outputs from being compared: whoever reports the result raises it then.
     """
 
     point: PreparedPoint
@@ -32,6 +32,7 @@ class PointResult:
     seconds: Mapping[str, float]
     memory: ProcessMemory | None = None
     memory_error: str | None = None
+    trouble: Exception | None = None
 
     @property
     def traces(self) -> Sequence[Trace]:
@@ -135,14 +136,19 @@ def measure_point(
         watcher=watcher,
     )
     measured_s = time.perf_counter()
-    comparisons = _compare(point, measured)
+    comparisons: list[Comparison] = []
+    trouble: Exception | None = None
+    try:
+        comparisons = _compare(point, measured)
+    except Exception as error:  # what was measured is reported all the same
+        trouble = error
     compared_s = time.perf_counter()
     seconds = {**measured.seconds, "compare outputs": compared_s - measured_s}
     if not config.measure.memory:
-        return PointResult(point, measured, comparisons, seconds)
-    memory, error = _memory(point)
+        return PointResult(point, measured, comparisons, seconds, trouble=trouble)
+    memory, memory_error = _memory(point)
     seconds["measure memory"] = time.perf_counter() - compared_s
-    return PointResult(point, measured, comparisons, seconds, memory, error)
+    return PointResult(point, measured, comparisons, seconds, memory, memory_error, trouble)
 
 
 def _compare(point: PreparedPoint, measured: Measured) -> list[Comparison]:

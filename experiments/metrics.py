@@ -72,7 +72,7 @@ def throughput(traces: Sequence[Trace]) -> dict[str, float]:
                 rates.append(1e3 / tpot_ms)
     decoded = sum(sum(map(len, step.output.committed)) for step in _decode_steps(traces))
     decode_s = sum(step.end_s - step.start_s for step in _decode_steps(traces))
-    first_reads = [event for trace in traces for event in _first_prefills(trace)]
+    first_reads = [event for trace in traces for event in prompt_reads(trace)]
     prefill_s = sum(event.end_s - event.start_s for event in first_reads)
     prefilled = sum(sum(event.counts) for event in first_reads)
     return {
@@ -230,7 +230,7 @@ def _decode_steps(traces: Sequence[Trace]) -> list:
     return [step for trace in traces for step in trace.steps if step.output.phase != "prefill"]
 
 
-def _first_prefills(trace: Trace) -> list[PassEvent]:
+def prompt_reads(trace: Trace) -> list[PassEvent]:
     """Prefill passes of prompts, not those with which `no_cache` decodes."""
     spans = [(step.start_s, step.end_s) for step in trace.steps if step.output.phase == "prefill"]
     return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,20 @@ def record_traces(point: PreparedPoint, traces: Sequence[Trace], logged: LoggedR
     """Log the events and the texts of all arms."""
     logged.log_text(_json_lines(as_rows(traces)), "trace/events.jsonl")
     logged.log_text(_json_lines(_outputs(point, traces)), "outputs/tokens.jsonl")
+
+
+def tracer(
+    point: PreparedPoint, logged: LoggedRun, trouble: list[Exception]
+) -> Callable[[Sequence[Trace]], None]:
+    """Logs events as soon as they are measured; a store that fails is kept for later, the result goes on."""
+
+    def log(traces: Sequence[Trace]) -> None:
+        try:
+            record_traces(point, traces, logged)
+        except Exception as error:
+            trouble.append(error)
+
+    return log
 
 
 def record_figures(found: Mapping[str, Figure], logged: LoggedRun) -> None:

@@ -195,9 +195,11 @@ def noise_lines(measured: Measured) -> list[str]:
         seen = (
             ""
             if detectable is None
-            else f"; a difference of {100 * detectable:.1f} % would show (80 % power)"
+            else f"; {100 * detectable:.1f} % would show, if it were so on every prompt (80 % power)"
         )
         lines.append(f"noise: {measured.again[1]} against itself {ratio_text(measured.noise_floor, 3)}{seen}")
+    if measured.ceilings is not None and measured.ceilings.is_noisy:
+        lines.append("what the machine can do was measured beside a busy process: shares of it are too large")
     lines += [f"{arm}: step times were still moving after the warm-up" for arm in measured.unsettled]
     if measured.validity == OK:
         return lines

@@ -23,6 +23,7 @@ class Ceilings:
 
     read_gb_s: float  # 1e9 bytes per second, arrays far beyond the last-level cache
     gemm_gflop_s: float  # 1e9 operations per second, large matrix products
+    is_noisy: bool = False  # measured beside a busy process: the machine can do more
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+import torch
+
 from experiments import command_line, environment, record, report, sweep_report, tracking
 from experiments.bench import UnfitPartsError, Watcher
 from experiments.bundled_model import BundledModelError
@@ -40,16 +42,18 @@ def run_point(config: RunConfig, sweep: Sweep) -> None:
     store = tracking.open_store()
     name = f"{point.config.strategy} {point.config_hash[:6]}"
     tags = record.tags_before(point, sweep.sweep_id)
+    trouble: list[Exception] = []
     ceilings = StoredCeilings(store, config.study, point.config.measure.ceilings == "refresh")
     try:
         with tracking.run(store, config.study, name, tags, vars(point.config)) as logged:
+            torch.set_num_threads(point.config.threads or 1)  # the environment says how many
             before = environment.collect()
             record.record_setting(point, before, logged)
             with progress(point.num_block_runs) as advance:
                 watcher = Watcher(
                     on_loaded=lambda sizes: print_lines(report.footprint_lines(sizes)),
                     on_progress=advance,
-                    on_measured=lambda traces: record.record_traces(point, traces, logged),
+                    on_measured=record.tracer(point, logged, trouble),
                 )
                 result = measure_point(point, watcher, ceilings)
             # Printed before it is logged: a store that fails now must not take the result with it.
@@ -57,6 +61,8 @@ def run_point(config: RunConfig, sweep: Sweep) -> None:
             print_lines(report.notes(result))
             record.record_machine(before, result.measured, ceilings.run_id, logged)
             record.record_result(result, logged)
+            if trouble or result.trouble is not None:
+                raise result.trouble or trouble[0]
     except UnfitPartsError as error:
         raise BadInputError(str(error)) from error
     OUT.print(f"{time.perf_counter() - started_s:.0f} s in all; logged as run {logged.run_id}")

@@ -1,4 +1,8 @@
-"""Speed-ups with intervals and verdicts: paired over (prompt, repeat), since prompts differ more than arms do."""
+"""Speed-ups with intervals and verdicts: paired over (prompt, repeat), since prompts differ more than arms do.
+
+Prompts of one batch are one pair (they share passes). Repeats are pairs of their own: with them an interval speaks of
+the prompts that were measured, not of others.
+"""
 
 from __future__ import annotations
 
@@ -137,16 +141,25 @@ def _ratio(
     time_of: Callable[[RequestTimeline, int], float | None],
     confidence: float,
 ) -> Ratio | None:
-    """`time_of` gets a timeline and the length of the shorter of the two outputs."""
-    ratios = []
+    """`time_of` gets a timeline and the length of the shorter of the two outputs.
+
+    Requests that were decoded together share their passes, and with them the noise: they are one pair, of which the
+    mean of the logarithms counts.
+    """
+    logs: dict[tuple[int, int, bool], list[float]] = {}
     excluded = excluded_units(arm, reference)
     for unit in arm:
         if unit in reference and unit not in excluded:
             shorter = min(arm[unit].num_tokens, reference[unit].num_tokens)
             ours, theirs = time_of(arm[unit], shorter), time_of(reference[unit], shorter)
             if ours and theirs:
-                ratios.append(theirs / ours)
-    return Ratio.of(ratios, confidence)
+                logs.setdefault(_decoded_together(arm[unit]), []).append(math.log(theirs / ours))
+    return Ratio.of([math.exp(sum(found) / len(found)) for found in logs.values()], confidence)
+
+
+def _decoded_together(timeline: RequestTimeline) -> tuple[int, int, bool]:
+    alone = timeline.block is None
+    return timeline.request_id if timeline.block is None else timeline.block, timeline.repeat, alone
 
 
 def _time_to_s(timeline: RequestTimeline, num_tokens: int) -> float:

@@ -76,7 +76,10 @@ class Trace:
 
 @dataclass(frozen=True)
 class RequestTimeline:
-    """One request of a trace: admitted at `admitted_s`, then commits of 1 or more tokens as the host learned them."""
+    """One request of a trace: admitted at `admitted_s`, then commits of 1 or more tokens as the host learned them.
+
+    `block` numbers the requests that were decoded together, whose times are one another's; None: decoded alone.
+    """
 
     request_id: int
     repeat: int
@@ -85,6 +88,7 @@ class RequestTimeline:
     commit_times_s: tuple[float, ...]
     commit_sizes: tuple[int, ...]
     token_ids: tuple[int, ...]
+    block: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -111,6 +115,7 @@ def _timeline(trace: Trace, request_id: int, found: list[tuple[StepEvent, int]])
         commit_times_s=tuple(step.end_s for step, _ in found),
         commit_sizes=tuple(map(len, commits)),
         token_ids=tuple(token for commit in commits for token in commit),
+        block=trace.block,
     )
 
 

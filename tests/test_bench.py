@@ -147,6 +147,7 @@ def test_there_is_no_verdict_from_a_noisy_run(ratio: Ratio | None, quiet: str, n
 def two_arms(**more: Any) -> Measured:
     """A speculative arm over two blocks, a plain one over one."""
     one = trace(
+        step(0.0, 0.5, "prefill", {0: [1]}),
         passes=[
             forward("prefill", 0.0, 0.5, (7,), kv_tokens=7),
             forward("draft_prefill", 0.5, 0.625, (7,), kv_tokens=7),

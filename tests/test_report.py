@@ -223,7 +223,8 @@ def test_noise_is_told_with_the_difference_that_would_show(result: PointResult) 
     vars(measured)["validity"] = "ok"
     # Six pairs: t quantiles of 5 degrees of freedom, 2.571 + 0.920, times 0.01 / sqrt(6).
     assert report.noise_lines(measured) == [
-        "noise: reference against itself 1.002x [0.990, 1.010]; a difference of 1.4 % would show (80 % power)"
+        "noise: reference against itself 1.002x [0.990, 1.010]; "
+        "1.4 % would show, if it were so on every prompt (80 % power)"
     ]
     few = with_noise_floor(result.measured, Ratio(1.002, None, None, 2, sd_log=0.01))
     vars(few)["validity"] = "ok"

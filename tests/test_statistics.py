@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -208,3 +209,36 @@ def test_pairing_is_what_makes_the_interval_narrow() -> None:
     assert ratio is not None
     assert ratio.ci_low == pytest.approx(1.5, rel=1e-12)
     assert ratio.ci_high == pytest.approx(1.5, rel=1e-12)
+
+
+def test_requests_decoded_together_are_one_pair() -> None:
+    """They share their passes and with them the noise: eight rows of a batch say no more than one."""
+
+    def batch(gap_s: float, block: int) -> list[RequestTimeline]:
+        return [replace(steady(gap_s, request_id=8 * block + n), block=block) for n in range(8)]
+
+    ours = by_unit([*batch(0.5, 0), *batch(0.25, 1)])
+    theirs = by_unit([*batch(1.0, 0), *batch(2.0, 1)])
+    assert statistics.decode_speedup(ours, theirs) == Ratio.of([2.0, 8.0])
+
+
+def test_one_batch_beside_itself_gets_no_verdict_whatever_its_noise() -> None:
+    random = np.random.default_rng(0)
+    alarms = 0
+    for _ in range(200):
+        noise = np.exp(0.02 * random.normal(size=(2, 6))).tolist()  # of six blocks of four rows each
+        ours, theirs = (
+            by_unit(
+                [
+                    replace(steady(s, request_id=4 * b + n), block=b)
+                    for b, s in enumerate(ones)
+                    for n in range(4)
+                ]
+            )
+            for ones in noise
+        )
+        ratio = statistics.decode_speedup(ours, theirs)
+        assert ratio is not None
+        assert ratio.num_pairs == 6
+        alarms += ratio.verdict != NO_DIFFERENCE
+    assert alarms <= 20  # 10 % of 200; counted row by row it were 40 %

@@ -25,9 +25,9 @@ def ragged() -> Trace:
 
 def test_timelines_are_the_requests_in_order_of_admission() -> None:
     assert timelines(ragged()) == [
-        RequestTimeline(7, 2, 0.0, 1.0, (2.0, 4.0), (1, 2), (1, 3, 4)),
-        RequestTimeline(3, 2, 0.0, 1.0, (2.0, 4.0), (1, 1), (2, 5)),
-        RequestTimeline(9, 2, 3.0, 4.0, (5.0, 6.0), (1, 3), (6, 7, 8, 9)),
+        RequestTimeline(7, 2, 0.0, 1.0, (2.0, 4.0), (1, 2), (1, 3, 4), block=5),
+        RequestTimeline(3, 2, 0.0, 1.0, (2.0, 4.0), (1, 1), (2, 5), block=5),
+        RequestTimeline(9, 2, 3.0, 4.0, (5.0, 6.0), (1, 3), (6, 7, 8, 9), block=5),
     ]
     assert [found.num_tokens for found in timelines(ragged())] == [3, 2, 4]
 
