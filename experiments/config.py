@@ -21,6 +21,7 @@ from experiments import plugins
 CONFIG_DIR = Path(__file__).parent / "conf"
 DTYPES = ("auto", "bf16", "fp16", "fp32", "fp64")
 DEVICES = ("auto", "cpu", "cuda")
+EXACTNESS = ("tokens", "bitwise")
 CEILINGS = ("auto", "refresh", "skip")
 
 
@@ -42,12 +43,70 @@ class ModelConfig:
 
 @dataclass
 class SamplingConfig:
-    """How the next token is chosen; `temperature=0` is greedy."""
+    """How the next token is chosen, and where an answer ends; `temperature=0` is greedy.
+
+    `logit_bias`: pairs of a token id and what its logit gains. `bad_words`: never written, as such or behind a space.
+    `stop`: strings that end the answer; `stop_token_ids`: tokens that do, besides the model's own, which `ignore_eos`
+    leaves out.
+    """
 
     temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: list[Any] = field(
+        default_factory=list
+    )  # of lists: OmegaConf knows no type of theirs with whole numbers
+    bad_words: list[str] = field(default_factory=list)
+    min_new_tokens: int = 0
+    stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         check(0 <= self.temperature < float("inf"), "sampling.temperature", self.temperature, "a number >= 0")
+        check(
+            all(map(_is_bias, self.logit_bias)),
+            "sampling.logit_bias",
+            self.logit_bias,
+            "pairs of a token id and a number, as in [[5,-1.5]]",
+        )
+        check(all(self.stop), "sampling.stop", self.stop, "strings of at least one character")
+        check(all(self.bad_words), "sampling.bad_words", self.bad_words, "words of at least one character")
+
+
+def _is_bias(pair: Any) -> bool:
+    if not isinstance(pair, list) or len(pair) != 2:
+        return False
+    token_id, bias = pair
+    return type(token_id) is int and token_id >= 0 and type(bias) in (int, float) and bias < float("inf")
+
+
+@dataclass
+class ExactnessConfig:
+    """`tokens`: passes are as large as needed, and low precision may round a token otherwise in a wider pass.
+
+    `bitwise`: strategy and twin run passes of one shape, `pass_tokens` per row (null: the draft length's maximum
+    + 1), so that equal texts have equal logits, bit for bit.
+    """
+
+    mode: str = "tokens"
+    pass_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        check(self.mode in EXACTNESS, "exactness.mode", self.mode, f"one of {', '.join(EXACTNESS)}")
+        check(
+            self.pass_tokens is None or self.pass_tokens >= 1,
+            "exactness.pass_tokens",
+            self.pass_tokens,
+            "at least 1",
+        )
+        if self.pass_tokens is not None and self.mode != "bitwise":
+            raise ValueError(f"exactness.pass_tokens={self.pass_tokens} is for exactness=bitwise")
 
 
 @dataclass
@@ -86,6 +145,7 @@ class RunConfig:
     verifier: Any = None
     draft_length: Any = None
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    exactness: ExactnessConfig = field(default_factory=ExactnessConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     batch_size: int = 1
     prefill_chunk: int | None = None
@@ -108,6 +168,16 @@ class RunConfig:
             "at least 1",
         )
         self._check_decoding()
+        self._check_exactness()
+
+    def _check_exactness(self) -> None:
+        width, drafted = self.exactness.pass_tokens, getattr(self.draft_length, "max", 0)
+        check(
+            width is None or width > drafted,
+            "exactness.pass_tokens",
+            width,
+            f"at least {drafted + 1}, one more than draft_length.max",
+        )
 
     def _check_decoding(self) -> None:
         parts = {"drafter": self.drafter, "verifier": self.verifier, "draft_length": self.draft_length}

@@ -135,7 +135,7 @@ def _evidence(
 ) -> dict[Position, _Evidence]:
     """For the positions that every replay reaches."""
     single = replay(fresh_parts(), block, twin_answers, single_token_plan(twin_answers), positions)
-    at_once = read_at_once(fresh_parts().runner, block, answers, positions)
+    at_once = read_at_once(fresh_parts(), block, answers, positions)
     as_run = at_once  # how `no_cache` decodes
     if any(event.phase == "verify" for event in trace.passes):
         as_run = replay(fresh_parts(), block, answers, recorded_plan(trace), positions)
@@ -152,7 +152,9 @@ def _mismatch(
     if ours is None or twins is None or evidence is None:
         return Comparison(request_id, DIVERGED, position, ours, twins)
     margin = float(evidence.single_tokens[twins] - evidence.single_tokens[ours])
-    rounding = float((evidence.single_tokens - evidence.at_once).abs().max())
+    # Banned tokens are at -inf in both.
+    moved = (evidence.single_tokens - evidence.at_once).nan_to_num(0.0)
+    rounding = float(moved.abs().max())
     reproduced = evidence.single_tokens.argmax() == twins and evidence.as_run.argmax() == ours
     # Either of the two logits may move by as much as any does.
     grade = NEAR_TIE if reproduced and margin <= 2 * rounding else DIVERGED

@@ -36,6 +36,8 @@ MATRIX_SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
 # Widths that every weight format can hold, first the smallest.
 TINY_WIDTHS = (64, 128, 256)
 TINY_HEAD_DIM = 32
+# What families call the width of their feed-forward layers, beside `intermediate_size`.
+FEED_FORWARD_WIDTHS = ("n_inner", "ffn_dim")
 OVERHEAD_PASSES = 24
 OVERHEAD_CONTEXT = 16
 READ_GB_S, GEMM_GFLOP_S, OVERHEAD_MS = "read_gb_s", "gemm_gflop_s", "pass_overhead_ms"
@@ -128,26 +130,37 @@ def gemm_gflop_s(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def tiny_config(model_config: Any, width: int) -> Any:
-    """The configuration with everything that decides which modules there are, and matrices of `width` or less."""
+    """The configuration with everything that decides which modules there are, and matrices of `width` or less.
+
+    Several matrices that a family stores as one (query, key and value) are as often that width; tables of positions,
+    of which a pass reads rows, keep their length.
+    """
     config = copy.deepcopy(model_config)
     heads = width // TINY_HEAD_DIM
-    grouped = config.num_key_value_heads < config.num_attention_heads
-    config.update(
-        {
-            "hidden_size": width,
-            "intermediate_size": width,
-            "num_attention_heads": heads,
-            "num_key_value_heads": heads // 2 if grouped else heads,
-            "head_dim": TINY_HEAD_DIM,
-            "vocab_size": width,
-            "pad_token_id": None,
-        }
-    )
+    sizes: dict[str, Any] = {
+        "hidden_size": width,
+        "intermediate_size": width,
+        "num_attention_heads": heads,
+        "head_dim": TINY_HEAD_DIM,
+        "vocab_size": width,
+        "pad_token_id": None,
+    }
+    if hasattr(config, "num_key_value_heads"):
+        grouped = config.num_key_value_heads < config.num_attention_heads
+        sizes["num_key_value_heads"] = heads // 2 if grouped else heads
+    for name in FEED_FORWARD_WIDTHS:
+        if hasattr(config, name):
+            sizes[name] = width
+    if hasattr(config, "word_embed_proj_dim"):
+        # Embeddings of another width than the layers' are projected by modules that must stay.
+        is_projected = config.word_embed_proj_dim != config.hidden_size
+        sizes["word_embed_proj_dim"] = width // 2 if is_projected else width
+    config.update(sizes)
     return config
 
 
 def tiny_copy(model_config: Any, width: int, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A random model with the modules of `model_config`, layer for layer, and matrices of `width` or less."""
+    """A random model with the modules of `model_config`, layer for layer, and the matrices of `tiny_config`."""
     model: Any = AutoModelForCausalLM.from_config(tiny_config(model_config, width), dtype=dtype)
     return model.to(device).eval()
 

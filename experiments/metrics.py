@@ -5,6 +5,7 @@ Times come in as seconds of the trace's clock and leave as milliseconds; a metri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -104,16 +105,18 @@ def speculation(traces: Sequence[Trace]) -> dict[str, float]:
     """`spec/...`; empty for traces without a verify pass.
 
     `acceptance_rate` is a ratio of sums. `accept_pos_<i>` is the share of steps that drafted at least i tokens in
-    which the i-th was accepted, `accept_cond_<i>` the same share of those in which the one before it was. Draft and
-    verify times are measured as such; overhead is what a step took beyond the two, which lie within it.
+    which the i-th was accepted, `accept_cond_<i>` the same share of those in which the one before it was. Times are of
+    all steps, also of those that drafted nothing, whose target pass is a plain one: draft and verify times are measured
+    as such, overhead is what a step took beyond the two, which lie within it.
     """
-    steps = [step for step in _decode_steps(traces) if step.output.phase == "verify"]
+    steps = _speculative_steps(traces)
     if not steps:
         return {}
     by_position = acceptance_by_position(traces)
     drafted = sum(sum(step.output.drafted) for step in steps)
     accepted = sum(sum(step.output.accepted) for step in steps)
-    verify_s = [e.end_s - e.start_s for trace in traces for e in trace.passes if e.phase == "verify"]
+    passes_of_steps = [e for trace in traces for e in trace.passes if e.phase in ("decode", "verify")]
+    verify_s = [event.end_s - event.start_s for event in passes_of_steps]
     draft_s = [e.end_s - e.start_s for trace in traces for e in trace.proposals]
     step_s = [step.end_s - step.start_s for step in steps]
     overhead_s = (sum(step_s) - sum(verify_s) - sum(draft_s)) / len(steps)
@@ -166,7 +169,7 @@ def prediction(strategy: Sequence[Trace], plain: Sequence[Trace]) -> dict[str, f
     if not drafted or not plain_steps:
         return {}
     plain_s = sum(step.duration_s for step in plain_steps) / len(plain_steps)
-    steps = [step for step in _decode_steps(strategy) if step.output.phase == "verify"]
+    steps = _speculative_steps(strategy)
     draft_s = sum(event.duration_s for trace in strategy for event in trace.proposals)
     rest_s = (sum(step.duration_s for step in steps) - draft_s) / len(steps)
     row_steps = sum(len(step.output.request_ids) for step in steps)
@@ -230,6 +233,12 @@ def _decode_steps(traces: Sequence[Trace]) -> list:
     return [step for trace in traces for step in trace.steps if step.output.phase != "prefill"]
 
 
+def _speculative_steps(traces: Sequence[Trace]) -> list:
+    """All decode steps of a decoder that verified at least once; none of others."""
+    steps = _decode_steps(traces)
+    return steps if any(step.output.phase == "verify" for step in steps) else []
+
+
 def prompt_reads(trace: Trace) -> list[PassEvent]:
     """Prefill passes of prompts, not those with which `no_cache` decodes."""
     spans = [(step.start_s, step.end_s) for step in trace.steps if step.output.phase == "prefill"]
@@ -244,7 +253,9 @@ def _stats(name: str, values: Sequence[float], *stats: str) -> dict[str, float]:
     if not values:
         return {}
     known = {
-        "mean": lambda: float(np.mean(values)),
+        "mean": lambda: (
+            math.fsum(values) / len(values)
+        ),  # exact sums: the same samples twice have the same mean
         "max": lambda: float(np.max(values)),
         "n": lambda: float(len(values)),
         "p50": lambda: float(np.percentile(values, 50)),

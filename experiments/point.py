@@ -15,12 +15,12 @@ from experiments.config import RunConfig
 from experiments.environment import default_threads, quota_cores
 from experiments.hardware import Hardware, Remember, measure_anew
 from experiments.models import LoadedModels, ModelPool, resolve_device, resolve_dtype, torch_dtype
+from experiments.sampling import check_token_ids, sampling_params, stop_ids, stop_rule
 from experiments.strategy import Arm, Arms, EngineSettings, arms_of, build_decoder
 from experiments.workloads.base import Prompt, WorkloadContext, encode
 from specdec.generation import end_of_text_ids
 from specdec.hf_adapter import check_supported
-from specdec.progress import StopTokens
-from specdec.types import Request, SamplingParams
+from specdec.types import Request
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,15 @@ class PreparedPoint:
     @property
     def settings(self) -> EngineSettings:
         """What all arms share. Loads the target."""
-        config = self.config
+        config, tokenizer = self.config, self.pool.tokenizer
+        end_of_text = end_of_text_ids(self.pool.target(self.arms.strategy.weights))
         return EngineSettings(
             num_slots=min(config.batch_size, len(self.requests)),
             capacity=self.capacity,
-            temperature=config.sampling.temperature,
+            sampling=sampling_params(config.sampling, tokenizer),
+            stop_ids=stop_ids(config.sampling, end_of_text),
             seed=config.seed,
-            stop_rule=StopTokens(end_of_text_ids(self.pool.target(self.arms.strategy.weights))),
+            stop_rule=stop_rule(config.sampling, end_of_text, tokenizer),
             prefill_chunk=config.prefill_chunk,
         )
 
@@ -104,7 +106,6 @@ def prepare(config: RunConfig, loaded: LoadedModels | None = None) -> PreparedPo
     for part in (config.weights, config.kv, config.drafter, config.verifier, config.draft_length):
         if part is not None:
             plugins.check_choices(part)
-    SamplingParams(config.sampling.temperature)  # refuses what would overflow
     pool = ModelPool(config.model, torch_dtype(config.dtype), device, loaded)
     if hasattr(config.drafter, "weights") and not config.drafter.weights:
         config = replace(config, drafter=replace(config.drafter, weights=pool.default_draft_weights))
@@ -112,6 +113,8 @@ def prepare(config: RunConfig, loaded: LoadedModels | None = None) -> PreparedPo
         config = replace(config, model=replace(config.model, revision=pool.revision))
     if pool.draft_revision:
         config = replace(config, model=replace(config.model, draft_revision=pool.draft_revision))
+    sampling_params(config.sampling, pool.tokenizer)  # refuses what is out of range
+    check_token_ids(config.sampling, pool.target_config.vocab_size)
     prompts = config.workload.load(WorkloadContext(pool.target_config.vocab_size, config.seed))
     start_s = time.perf_counter()
     encoded = [encode(prompt, pool.tokenizer) for prompt in prompts]

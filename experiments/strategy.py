@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments import plugins
+from experiments.bit_probe import check_bits
 from experiments.config import RunConfig
 from experiments.models import ModelPool
+from experiments.pass_costs import measure_costs
 from specdec.decoding.base import Decoder, DecodingParts
 from specdec.drafters.base import DrafterContext
 from specdec.draws import KeyedDraws
@@ -20,7 +22,10 @@ from specdec.types import SamplingParams
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to decode: the options of its parts. `name` labels it within a run."""
+    """One way to decode: the options of its parts. `name` labels it within a run.
+
+    `pass_tokens`: every pass has so many tokens per row, for bitwise exactness; None: as many as needed.
+    """
 
     name: str
     weights: Any
@@ -29,6 +34,7 @@ class Arm:
     drafter: Any = None
     verifier: Any = None
     draft_length: Any = None
+    pass_tokens: int | None = None
 
     @property
     def declares_lossless(self) -> bool:
@@ -80,9 +86,10 @@ def arms_of(config: RunConfig) -> Arms:
         config.drafter,
         config.verifier,
         config.draft_length,
+        _pass_tokens(config),
     )
     autoregressive = plugins.default_options("decoding", "autoregressive")
-    twin = Arm("twin", config.weights, config.kv, autoregressive)
+    twin = Arm("twin", config.weights, config.kv, autoregressive, pass_tokens=strategy.pass_tokens)
     plain = Arm(
         "plain",
         plugins.default_options("weights", "plain"),
@@ -98,6 +105,14 @@ def arms_of(config: RunConfig) -> Arms:
     return Arms(strategy, twin, plain, again_of(plain) if config.measure.aa else None)
 
 
+def _pass_tokens(config: RunConfig) -> int | None:
+    if config.exactness.mode != "bitwise":
+        return None
+    drafted = 0 if config.draft_length is None else config.draft_length.max
+    # A multiple of 4: some kernels round the rows beyond one otherwise.
+    return config.exactness.pass_tokens or -(-(drafted + 1) // 4) * 4
+
+
 def again_of(arm: Arm) -> Arm:
     """The same arm under another name."""
     return dataclasses.replace(arm, name=f"{arm.name} again")
@@ -109,7 +124,8 @@ class EngineSettings:
 
     num_slots: int
     capacity: int
-    temperature: float
+    sampling: SamplingParams
+    stop_ids: frozenset[int]
     seed: int
     stop_rule: StopRule
     prefill_chunk: int | None
@@ -130,19 +146,23 @@ def build_parts(arm: Arm, pool: ModelPool, settings: EngineSettings) -> Decoding
         settings.num_slots,
         settings.capacity,
         prefill_chunk=settings.prefill_chunk,
+        pass_tokens=arm.pass_tokens,
         make_store=arm.kv.build,
     )
-    sampler = Sampler(SamplingParams(settings.temperature))
+    if arm.pass_tokens is not None:
+        check_bits(runner, arm.pass_tokens, settings.num_slots, settings.capacity)
+    sampler = Sampler(settings.sampling, settings.stop_ids)
     context = DrafterContext(
         settings.num_slots,
         settings.capacity,
         runner.vocab_size,
         runner.device,
         sampler,
+        runner.model,
         pool.draft,
         settings.prefill_chunk,
     )
-    return DecodingParts(
+    parts = DecodingParts(
         runner,
         sampler,
         KeyedDraws(settings.seed),
@@ -150,5 +170,10 @@ def build_parts(arm: Arm, pool: ModelPool, settings: EngineSettings) -> Decoding
         settings.num_slots,
         drafter=None if arm.drafter is None else arm.drafter.build(context),
         verifier=None if arm.verifier is None else arm.verifier.build(),
-        draft_length=None if arm.draft_length is None else arm.draft_length.build(),
     )
+    if arm.draft_length is None:
+        return parts
+    costs = None
+    if arm.draft_length.needs_costs:
+        costs = measure_costs(parts, arm.draft_length.max, settings.capacity)
+    return dataclasses.replace(parts, draft_length=arm.draft_length.build(costs))

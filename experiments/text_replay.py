@@ -19,9 +19,9 @@ from specdec.draft_length.fixed import FixedDraftLength
 from specdec.drafters.base import Drafter
 from specdec.draws import BlockDraws
 from specdec.progress import Row
-from specdec.runner import Runner
 from specdec.sampling import Sampler
 from specdec.types import DraftProposal, GoOn, Law, Request, Verification
+from specdec.verifiers.base import Verifier
 
 Position = tuple[int, int]  # (request id, index of the new token)
 # Stands for the draft tokens that were rejected: they are part of the pass's shape, not of the text.
@@ -71,7 +71,7 @@ def replay(
     `parts` are a fresh runner's; drafter, verifier and draft length are replaced. Positions of a first token are
     never reached: it comes from the prefill.
     """
-    sampler = _KeepingSampler(parts.sampler.params)
+    sampler = _KeepingSampler(parts.sampler)
     script = _Script(answers, plan, sampler, wanted, parts.runner.device)
     decoder = SpeculativeDecoder(
         replace(
@@ -90,27 +90,35 @@ def replay(
 
 
 def read_at_once(
-    runner: Runner, block: Sequence[Request], answers: Mapping[int, Sequence[int]], wanted: Sequence[Position]
+    parts: DecodingParts,
+    block: Sequence[Request],
+    answers: Mapping[int, Sequence[int]],
+    wanted: Sequence[Position],
 ) -> dict[Position, Tensor]:
     """The target's logits `[V]`, float64, at each wanted position, the whole text before it read in one pass."""
-    prompts = {request.request_id: request.prompt_ids for request in block}
+    requests = {request.request_id: request for request in block}
     found = {}
     for request_id, index in wanted:
-        logits = runner.prefill([[*prompts[request_id], *answers[request_id][:index]]], [0])
-        found[(request_id, index)] = logits[0].double()
-        runner.release(0)
+        row = Row(requests[request_id], 0)
+        row.token_ids.extend(answers[request_id][:index])
+        logits = parts.runner.prefill([row.token_ids], [0])
+        found[(request_id, index)] = parts.sampler.scores(logits, [row])[0].double()
+        parts.runner.release(0)
     return found
 
 
 class _KeepingSampler(Sampler):
-    """Keeps the logits of the latest pass."""
+    """Another sampler that keeps the logits of the latest pass, penalties and bans included."""
 
-    def law(self, logits: Tensor) -> Law:
-        self.logits = logits
-        return super().law(logits)
+    def __init__(self, sampler: Sampler) -> None:
+        vars(self).update(vars(sampler))
+
+    def scores(self, logits: Tensor, rows: Sequence[Row], drafts: Tensor | None = None) -> Tensor:
+        self.logits = super().scores(logits, rows, drafts)
+        return self.logits
 
 
-class _Script(Drafter):
+class _Script(Drafter, Verifier):
     """Drafter and verifier in one: proposes the text itself, keeps what the plan kept, notes the target's logits."""
 
     def __init__(

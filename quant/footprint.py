@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from quant.weights.base import QuantizedLinear
 
 
 def stored_bytes(model: nn.Module) -> int:
@@ -44,19 +47,28 @@ def multiplied_parameters(model: PreTrainedModel) -> tuple[int, int]:
     Counted as numbers, however they are stored.
     """
     head = model.get_output_embeddings()
-    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    body = sum(m.in_features * m.out_features for m in linears if m is not head)
-    return body, head.in_features * head.out_features
+    body = sum(_weights(module) for module in model.modules() if module is not head)
+    return body, _weights(head)
+
+
+def _weights(module: nn.Module) -> int:
+    """Weights of a linear layer, of whatever kind; 0 for other modules."""
+    if isinstance(module, (nn.Linear, QuantizedLinear)):
+        return module.in_features * module.out_features
+    return module.weight.numel() if isinstance(module, Conv1D) else 0  # GPT-2's linear layer
 
 
 def quantized_share(model: nn.Module) -> float:
-    """Share of the parameters, counted as numbers, that are really quantized: those with a bitsandbytes state.
+    """Share of the parameters, counted as numbers, that are really quantized.
 
-    The one packed format there is so far; a format that packs otherwise has to be told apart here.
+    Those with a bitsandbytes state, and the weights of this package's quantized layers.
     """
     quantized = total = 0
     seen = set()
     for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            quantized += module.in_features * module.out_features
+            total += module.in_features * module.out_features
         for parameter in module.parameters(recurse=False):
             if parameter.data_ptr() in seen:
                 continue

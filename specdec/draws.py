@@ -56,6 +56,9 @@ class KeyedDraws:
         self.seed = seed
 
     def accept(self, prob: Tensor, keys: Keys) -> Tensor:
+        certain = prob >= 1
+        if bool((certain | (prob <= 0)).all()):  # as with greedy laws: no number could decide otherwise
+            return certain
         # Strict: a uniform of exactly 0 must not accept a token of probability 0.
         return _uniform(self._hash(keys)) < prob
 
@@ -80,22 +83,30 @@ class BlockDraws:
     """The draws of one step: the rows' requests, and the position of the first token each may commit.
 
     Offsets count from that position: the draft token at offset 0 may become the text's token at `starts[b]`.
+    With `shares_noise` draft tokens are drawn with the noise of the target's own samples; only a verifier that asks for
+    it may judge them, since drawn so they depend on what the target would sample.
     """
 
     draws: Draws
     request_ids: Tensor
     starts: Tensor
+    shares_noise: bool = False
 
     @staticmethod
     def of(
-        draws: Draws, request_ids: Sequence[int], starts: Sequence[int], device: torch.device
+        draws: Draws,
+        request_ids: Sequence[int],
+        starts: Sequence[int],
+        device: torch.device,
+        shares_noise: bool = False,
     ) -> BlockDraws:
-        return BlockDraws(
-            draws, torch.tensor(request_ids, device=device), torch.tensor(starts, device=device)
-        )
+        ids, places = (torch.tensor(part, device=device) for part in (request_ids, starts))
+        return BlockDraws(draws, ids, places, shares_noise)
 
     def draft(self, law: Law, offset: int) -> Tensor:
         """Draft tokens `[B]` at one offset, drawn from `law [B]`."""
+        if self.shares_noise:
+            return self.target(law, torch.full_like(self.starts, offset))
         return self.draws.pick(law, self._block_keys(Purpose.DRAFT, offset))
 
     def accept(self, prob: Tensor, offset: int) -> Tensor:

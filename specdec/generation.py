@@ -29,6 +29,7 @@ def generate(
     draft_length: int = 4,
     max_new_tokens: int = 64,
     temperature: float = 0.0,
+    sampling: SamplingParams | None = None,
     seed: int = 0,
     stop_token_ids: Collection[int] | None = None,
     num_slots: int | None = None,
@@ -40,6 +41,7 @@ def generate(
     (`temperature=0`), in law otherwise.
 
     Args:
+        sampling: all sampling parameters, in the place of `temperature`.
         stop_token_ids: an answer ends with the first of them; default: the model's end-of-text ids.
         num_slots: rows decoded together; more prompts wait. Default: all prompts.
 
@@ -54,6 +56,7 @@ def generate(
         draft_length=draft_length,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
+        sampling=sampling,
         seed=seed,
         stop_token_ids=stop_token_ids,
         num_slots=num_slots,
@@ -73,6 +76,7 @@ def generate_steps(
     draft_length: int = 4,
     max_new_tokens: int = 64,
     temperature: float = 0.0,
+    sampling: SamplingParams | None = None,
     seed: int = 0,
     stop_token_ids: Collection[int] | None = None,
     num_slots: int | None = None,
@@ -86,15 +90,16 @@ def generate_steps(
     slots = len(requests) if num_slots is None else num_slots
     capacity = max(request.max_length for request in requests)
     runner = ModelRunner(model, slots, capacity)
-    sampler = Sampler(SamplingParams(temperature))
-    stop_rule = StopTokens(end_of_text_ids(model) if stop_token_ids is None else stop_token_ids)
+    stop_ids = end_of_text_ids(model) if stop_token_ids is None else stop_token_ids
+    sampler = Sampler(SamplingParams(temperature) if sampling is None else sampling, stop_ids)
+    stop_rule = StopTokens(stop_ids)
     parts = DecodingParts(runner, sampler, KeyedDraws(seed), stop_rule, slots)
     decoder: Decoder
     if drafter is None:
         decoder = AutoregressiveDecoder(parts)
     else:
         options, load = _drafter_options(drafter)
-        context = DrafterContext(slots, capacity, runner.vocab_size, runner.device, sampler, load)
+        context = DrafterContext(slots, capacity, runner.vocab_size, runner.device, sampler, model, load)
         decoder = SpeculativeDecoder(
             replace(
                 parts,

@@ -18,7 +18,18 @@ from specdec.attention import ATTENTION_NAME
 from specdec.kv_cache import CacheShape, KVStore, PassLayout
 
 # Families whose passes were compared with transformers' own forward and generate (tests/test_families.py).
-KNOWN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+KNOWN_FAMILIES = (
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "gpt_neox",
+    "llama",
+    "mistral",
+    "opt",
+    "phi3",
+    "qwen2",
+    "qwen3",
+)
 # These change the rotation of cached keys as a text grows, so what a token's key is depends on its batch mates.
 REFUSED_ROPE_TYPES = ("dynamic", "longrope")
 
@@ -36,12 +47,16 @@ class _StoreWriter:
         self._store.write(layer, self._layout, keys, values)
         return keys, values  # not looked at: attention reads the store
 
+    def get_seq_length(self, layer: int = 0) -> int:
+        """Some families build a default for positions from it, which ours replace."""
+        return 0
+
 
 def check_supported(config: Any, num_tokens: int) -> None:
     """Can a model of this configuration hold texts of `num_tokens` here? Needs no weights.
 
-    Raises ValueError for a family that is not known to be right (by name), and for a text beyond the model's
-    context or its sliding window.
+    Raises ValueError for a family that is not known to be right (by name), for what its configuration asks of attention
+    that is not supported, and for a text beyond the model's context.
     """
     if config.model_type not in KNOWN_FAMILIES:
         raise ValueError(
@@ -54,12 +69,11 @@ def check_supported(config: Any, num_tokens: int) -> None:
     context_length = config.max_position_embeddings
     if num_tokens > context_length:
         raise ValueError(f"{num_tokens} tokens exceed the model's context of {context_length}")
-    window = _sliding_window(config)
-    if window is not None and num_tokens > window:
-        raise ValueError(
-            f"{num_tokens} tokens exceed the model's sliding window of {window}: "
-            "windows are not supported, shorter texts are"
-        )
+    if getattr(config, "reorder_and_upcast_attn", False):
+        raise ValueError("reorder_and_upcast_attn is an attention of its own: not supported")
+    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise ValueError(f"layers of kind {', '.join(sorted(kinds))} can't be rolled back: not supported")
 
 
 class HFAdapter:
@@ -84,7 +98,7 @@ class HFAdapter:
     def cache_shape(self, num_slots: int, capacity: int) -> CacheShape:
         """The cache this model needs.
 
-        Raises ValueError when `capacity` exceeds the model's context or its sliding window.
+        Raises ValueError when `capacity` exceeds the model's context.
         """
         check_supported(self.model.config, capacity)
         config = self.model.config
@@ -92,7 +106,7 @@ class HFAdapter:
         return CacheShape(
             config.num_hidden_layers,
             num_slots,
-            config.num_key_value_heads,
+            getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
             capacity,
             head_dim,
             self.model.dtype,
@@ -124,10 +138,3 @@ def _attention_implementation(model: PreTrainedModel, name: str) -> Iterator[Non
         yield
     finally:
         model.config._attn_implementation = before
-
-
-def _sliding_window(config: Any) -> int | None:
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None and "sliding_attention" not in layer_types:
-        return None
-    return getattr(config, "sliding_window", None)

@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specdec.attention import AttentionRule
+
 
 @dataclass(frozen=True)
 class CacheShape:
@@ -34,7 +36,9 @@ class PassLayout:
     """Which rows and positions one forward pass covers.
 
     Row b (slot `first_slot + b`) processes `counts[b]` tokens at positions `starts[b]...`; the pass is `width`
-    tokens wide, and what lies behind a row's count is padding, directed to the spare slot `capacity`.
+    tokens wide, and what lies behind a row's count is padding, directed to the spare slot `capacity`. With
+    `is_fixed` nothing but masks and positions depends on the rows: all see the whole buffer, so that a pass rounds
+    alike whatever they hold.
     """
 
     first_slot: int
@@ -43,6 +47,7 @@ class PassLayout:
     width: int
     capacity: int
     device: torch.device
+    is_fixed: bool = False
 
     @property
     def rows(self) -> slice:
@@ -50,13 +55,15 @@ class PassLayout:
 
     @cached_property
     def extent(self) -> int:
-        """Positions that the longest row sees, its new tokens included."""
+        """Positions that the longest row sees, its new tokens included; all of the buffer where it is fixed."""
+        if self.is_fixed:
+            return self.capacity
         return max(start + count for start, count in zip(self.starts, self.counts, strict=True)) or 1
 
     @cached_property
     def is_aligned(self) -> bool:
         """All rows write the same positions, without padding: one slice instead of scattered writes."""
-        return len(set(self.starts)) == 1 and set(self.counts) == {self.width}
+        return not self.is_fixed and len(set(self.starts)) == 1 and set(self.counts) == {self.width}
 
     @cached_property
     def is_whole_prompt(self) -> bool:
@@ -84,19 +91,23 @@ class PassLayout:
     def row_index(self) -> Tensor:
         return torch.arange(self.rows.start, self.rows.stop, device=self.device).unsqueeze(1)
 
-    def additive_mask(self, dtype: torch.dtype, repeats: int) -> Tensor:
-        """`[B, 1, repeats * T, extent]`: 0 where a query may look, -inf where not. Made once per pass."""
-        if (dtype, repeats) not in self._masks:
+    def additive_mask(self, dtype: torch.dtype, repeats: int, window: int | None = None) -> Tensor:
+        """`[B, 1, repeats * T, extent]`: 0 where a query may look, -inf where not. Made once per pass and window."""
+        key = (dtype, repeats, window)
+        if key not in self._masks:
             slots = torch.arange(self.extent, device=self.device)
-            hidden = slots > self.positions.unsqueeze(-1)
+            own = self.positions.unsqueeze(-1)
+            hidden = slots > own
+            if window is not None:
+                hidden = hidden | ((slots <= own - window) & (own < self.capacity))  # padding sees something
             mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(
                 hidden, float("-inf")
             )
-            self._masks[dtype, repeats] = mask.repeat(1, repeats, 1).unsqueeze(1)
-        return self._masks[dtype, repeats]
+            self._masks[key] = mask.repeat(1, repeats, 1).unsqueeze(1)
+        return self._masks[key]
 
     @cached_property
-    def _masks(self) -> dict[tuple[torch.dtype, int], Tensor]:
+    def _masks(self) -> dict[tuple[torch.dtype, int, int | None], Tensor]:
         return {}
 
 
@@ -109,7 +120,7 @@ class KVStore(Protocol):
         """Store `keys`, `values [B, KVH, T, D]` of one pass."""
         ...
 
-    def attend(self, layer: int, query: Tensor, layout: PassLayout, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, layout: PassLayout, rule: AttentionRule) -> Tensor:
         """Causal attention of `query [B, H, T, D]` over what the rows hold: `[B, T, H, D]`."""
         ...
 
@@ -139,7 +150,9 @@ class KVCache:
         self.store = store
         self.lengths = [0] * store.shape.num_slots
 
-    def layout(self, first_slot: int, counts: Sequence[int], width: int) -> PassLayout:
+    def layout(
+        self, first_slot: int, counts: Sequence[int], width: int, is_fixed: bool = False
+    ) -> PassLayout:
         """The pass that appends `counts[b]` tokens to slot `first_slot + b`.
 
         Raises ValueError when a row would grow beyond the capacity or the pass beyond the slots.
@@ -156,7 +169,7 @@ class KVCache:
                     f"slot {first_slot + row} holds {start} tokens and gets {count} in a pass of {width}, "
                     f"but its capacity is {shape.capacity}"
                 )
-        return PassLayout(first_slot, starts, tuple(counts), width, shape.capacity, shape.device)
+        return PassLayout(first_slot, starts, tuple(counts), width, shape.capacity, shape.device, is_fixed)
 
     def advance(self, layout: PassLayout) -> None:
         """The tokens of a pass are in the cache, though not yet final."""

@@ -9,25 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from specdec.types import Phase, Request, StepOutput
-
-
-class StopRule(Protocol):
-    """Where an answer ends, apart from its length limit."""
-
-    def first_end(self, token_ids: Sequence[int], start: int) -> int | None:
-        """Length at which the text `token_ids` ends, looking at the tokens from index `start` on; or None.
-
-        Beyond `start` where it is not None: what was emitted before is not taken back.
-        """
-        ...
+from specdec.types import Phase, Request, StepOutput, StopRule
 
 
 @dataclass(frozen=True)
 class StopTokens:
-    """The answer ends with (and includes) the first of these token ids. The prompt's own never count."""
+    """The answer ends with (and includes) the first of these token ids."""
 
     token_ids: Collection[int] = ()
 
@@ -150,10 +138,11 @@ class Progress:
         return row
 
     def _append(self, row: Row, tokens: Sequence[int]) -> list[int]:
-        before = len(row.token_ids)
+        before, prompt_length = len(row.token_ids), len(row.request.prompt_ids)
         row.token_ids.extend(tokens[: row.remaining])
-        end = self._stop_rule.first_end(row.token_ids, before)
+        stop_rule = row.request.stop_rule or self._stop_rule
+        end = stop_rule.first_end(row.token_ids[prompt_length:], before - prompt_length)
         if end is not None:
-            del row.token_ids[end:]
+            del row.token_ids[prompt_length + end :]
         row.finished = end is not None or row.remaining == 0
         return row.token_ids[before:]

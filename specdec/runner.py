@@ -52,6 +52,9 @@ class ModelRunner:
 
     Args:
         prefill_chunk: tokens per prefill pass; None reads each prompt in one pass.
+        pass_tokens: every decode and verify pass has all slots as rows and so many tokens per row, padded, over the
+            whole buffer: passes of one shape round alike, so that what a token's logits are does not depend on how
+            many others its pass had. None: passes are as large as needed.
         make_store: builds the KV store for a given shape; the dense store by default.
 
     Raises:
@@ -65,13 +68,18 @@ class ModelRunner:
         capacity: int,
         *,
         prefill_chunk: int | None = None,
+        pass_tokens: int | None = None,
         make_store: Callable[[CacheShape], KVStore] = DenseStore,
     ) -> None:
         if num_slots < 1 or capacity < 1:
             raise ValueError(f"num_slots={num_slots}, capacity={capacity}: both must be at least 1")
         if prefill_chunk is not None and prefill_chunk < 1:
             raise ValueError(f"prefill_chunk={prefill_chunk}: expected at least 1, or none")
+        if pass_tokens is not None and pass_tokens < 1:
+            raise ValueError(f"pass_tokens={pass_tokens}: expected at least 1, or none")
         self._adapter = HFAdapter(model)
+        self._num_slots = num_slots
+        self._pass_tokens = pass_tokens
         self.prefill_chunk: int | None = prefill_chunk
         self.cache = KVCache(make_store(self._adapter.cache_shape(num_slots, capacity)))
 
@@ -108,15 +116,18 @@ class ModelRunner:
         """
         rows, width = token_ids.shape
         counts = [width] * rows if counts is None else counts
+        if self._pass_tokens is not None:
+            return _last(self._fixed_pass(token_ids, counts), counts)
         last_only = all(count == width for count in counts) or width == 1
         logits = self._pass(token_ids, 0, counts, last_only)
         if last_only:
             return logits[:, -1]
-        last = torch.tensor(counts, device=logits.device).sub_(1).clamp_min_(0)
-        return logits[torch.arange(rows, device=logits.device), last]
+        return _last(logits, counts)
 
     def verify(self, token_ids: Tensor, counts: Sequence[int]) -> Tensor:
         """Append row b's first `counts[b]` of `token_ids [B, T]`: logits `[B, T, V]`, arbitrary behind a count."""
+        if self._pass_tokens is not None:
+            return self._fixed_pass(token_ids, counts)
         return self._pass(token_ids, 0, counts, last_only=False)
 
     def commit(self, lengths: Sequence[int]) -> None:
@@ -148,3 +159,23 @@ class ModelRunner:
         logits = self._adapter.forward(token_ids, layout, self.cache.store, last_only)
         self.cache.advance(layout)
         return logits
+
+    def _fixed_pass(self, token_ids: Tensor, counts: Sequence[int]) -> Tensor:
+        """Logits `[B, T, V]` from a pass that always has the same shape."""
+        rows, width = token_ids.shape
+        assert self._pass_tokens is not None
+        if width > self._pass_tokens:
+            raise ValueError(f"a pass of {width} tokens per row, but pass_tokens={self._pass_tokens}")
+        padded = token_ids.new_zeros(self._num_slots, self._pass_tokens)
+        padded[:rows, :width] = token_ids
+        all_counts = [*counts, *([0] * (self._num_slots - rows))]
+        layout = self.cache.layout(0, all_counts, self._pass_tokens, is_fixed=True)
+        logits = self._adapter.forward(padded, layout, self.cache.store, last_only=False)
+        self.cache.advance(layout)
+        return logits[:rows, :width]
+
+
+def _last(logits: Tensor, counts: Sequence[int]) -> Tensor:
+    """Logits `[B, V]` at each row's last real position of `[B, T, V]`."""
+    last = torch.tensor(counts, device=logits.device).sub_(1).clamp_min_(0)
+    return logits[torch.arange(len(counts), device=logits.device), last]

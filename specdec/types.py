@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,17 +32,66 @@ class Phase(StrEnum):
 class SamplingParams:
     """How the next token is chosen. `temperature=0` is greedy: the one-hot law of the largest logit.
 
-    Raises ValueError for a temperature that is negative, not finite, or so small that logits divided by it overflow.
+    Penalties, biases and bans change the logits first, greedy or not; then come temperature and the cuts `top_k` (0:
+    none), `top_p`, `min_p`, `typical_p`, in this order, which leave a greedy choice as it is.
+
+    Args:
+        repetition_penalty: above 1 makes every token of prompt and answer less likely.
+        frequency_penalty, presence_penalty: for tokens of the answer, each time and once.
+        logit_bias: (token id, what is added to its logit) pairs.
+        bad_words: sequences of token ids that are never completed.
+        min_new_tokens: until then no stop token is chosen.
+
+    Raises ValueError for a value out of range, such as a temperature so small that logits divided by it overflow.
     """
 
     temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_new_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature != 0 and not SMALLEST_TEMPERATURE <= self.temperature < math.inf:
-            raise ValueError(
-                f"temperature={self.temperature}: expected 0 (0 is greedy) "
-                f"or a finite number >= {SMALLEST_TEMPERATURE}"
-            )
+        _check(
+            self.temperature == 0 or SMALLEST_TEMPERATURE <= self.temperature < math.inf,
+            "temperature",
+            self.temperature,
+            f"0 (0 is greedy) or a finite number >= {SMALLEST_TEMPERATURE}",
+        )
+        _check(self.top_k >= 0, "top_k", self.top_k, "at least 0 (0: all tokens)")
+        _check(0 < self.top_p <= 1, "top_p", self.top_p, "a number above 0, at most 1")
+        _check(0 <= self.min_p <= 1, "min_p", self.min_p, "a number from 0 to 1")
+        _check(0 < self.typical_p <= 1, "typical_p", self.typical_p, "a number above 0, at most 1")
+        penalty = self.repetition_penalty
+        _check(0 < penalty < math.inf, "repetition_penalty", penalty, "a finite number above 0")
+        for name in ("frequency_penalty", "presence_penalty"):
+            _check(math.isfinite(getattr(self, name)), name, getattr(self, name), "a finite number")
+        _check(self.min_new_tokens >= 0, "min_new_tokens", self.min_new_tokens, "at least 0")
+        _check(all(self.bad_words), "bad_words", self.bad_words, "sequences of at least one token id")
+        for token_id, bias in self.logit_bias:
+            _check(bias < math.inf, "logit_bias", f"{token_id}: {bias}", "a number below infinity")
+
+
+def _check(condition: bool, name: str, value: object, expected: str) -> None:
+    if not condition:
+        raise ValueError(f"{name}={value}: expected {expected}")
+
+
+class StopRule(Protocol):
+    """Where an answer ends, apart from its length limit."""
+
+    def first_end(self, token_ids: Sequence[int], start: int) -> int | None:
+        """Length at which the answer `token_ids` (without its prompt) ends, or None.
+
+        Tokens before index `start` were looked at before and are not taken back: the length is beyond `start`.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -49,12 +99,14 @@ class Request:
     """One prompt to be answered.
 
     `request_id` keys the request's random draws, so two equal prompts in a batch get different samples,
-    and the same request gets the same sample whatever its batch mates are.
+    and the same request gets the same sample whatever its batch mates are. `stop_rule` is this request's own, in the
+    place of the decoder's.
     """
 
     request_id: int
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
+    stop_rule: StopRule | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -107,23 +159,37 @@ class Law:
         assert self.probs is not None
         return Law(probs=self.probs[rows, offsets])
 
-    def residual(self, draft: Law) -> Law:
-        """`max(target - draft, 0)`, normalized: the law of the recovered token after a rejection.
+    def excess(self, draft: Law, scale: Tensor | None = None) -> Tensor:
+        """`max(scale * target - draft, 0)`, summed over the vocabulary: float64 `[...]`; `scale [...]`, None is 1."""
+        if self.ids is not None:
+            kept = 1.0 if scale is None else scale
+            return (kept - draft.prob(self.ids)).clamp_min(0.0)
+        return self._left(draft, scale).sum(-1)
 
-        Where nothing is left (both laws equal) it is the target law itself. Source: Leviathan et al. 2023
-        (arXiv 2211.17192), section 2.3; Chen et al. 2023 (arXiv 2302.01318), algorithm 2.
+    def residual(self, draft: Law, scale: Tensor | None = None) -> Law:
+        """`max(scale * target - draft, 0)`, normalized: the law of the recovered token after a rejection.
+
+        Where nothing is left it is the target law itself. Sources: Leviathan et al. 2023 (arXiv 2211.17192), section
+        2.3; Chen et al. 2023 (arXiv 2302.01318), algorithm 2; with `scale`, Sun et al. 2024 (arXiv 2403.10444),
+        equation 4.
         """
         if self.ids is not None:
             return self  # all mass on one token: either it remains, or nothing remains
         assert self.probs is not None
-        target = self.probs.double()
-        if draft.ids is not None:
-            left = target.scatter(-1, draft.ids.unsqueeze(-1), 0.0)
-        else:
-            assert draft.probs is not None
-            left = (target - draft.probs.double()).clamp_min(0.0)
+        left = self._left(draft, scale)
         mass = left.sum(-1, keepdim=True)
-        return Law(probs=torch.where(mass > 0, left / mass, target))
+        return Law(probs=torch.where(mass > 0, left / mass, self.probs.double()))
+
+    def _left(self, draft: Law, scale: Tensor | None) -> Tensor:
+        assert self.probs is not None
+        target = self.probs.double()
+        if scale is not None:
+            target = target * scale.unsqueeze(-1)
+        if draft.ids is not None:
+            # A certain draft leaves of its token what exceeds 1: nothing.
+            return target.scatter(-1, draft.ids.unsqueeze(-1), 0.0)
+        assert draft.probs is not None
+        return (target - draft.probs.double()).clamp_min(0.0)
 
     @staticmethod
     def stack(laws: Sequence[Law]) -> Law:
@@ -187,6 +253,7 @@ class StepOutput:
     finished: tuple[bool, ...]
 
 
-# Sees a draft law [B] before its token is drawn, and the number of tokens drafted so far: go on, per row?
-# The law of a row that has already stopped is arbitrary, and its answer is not used.
-GoOn = Callable[[Law, int], Sequence[bool]]
+# Sees the draft model's logits [B, V] before a token is drawn, and the number of tokens drafted so far: go on, per row?
+# (Logits, since the law of greedy decoding is always certain.) Those of a row that has already stopped are arbitrary,
+# and the answer for it is not used.
+GoOn = Callable[[Tensor, int], Sequence[bool]]

@@ -11,7 +11,7 @@ from toy_folders import repeating_prompts, save_model, save_prompts
 
 from experiments import command_line, plugins, run, tracking
 from experiments.command_line import BadInputError, Sweep
-from experiments.config import RunConfig
+from experiments.config import CONFIG_DIR, RunConfig
 from experiments.tracking import StoreError
 
 SPEED_SECTIONS = ("latency/", "throughput/", "speedup/", "spec/")
@@ -106,7 +106,10 @@ def test_help_lists_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         jobs.run("--help")
     assert caught.value.code in (0, None)
-    assert "strategy: baseline, no_cache, prompt_lookup, specdec" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    for group, folder in (("strategy", CONFIG_DIR / "strategy"), ("exactness", CONFIG_DIR / "exactness")):
+        assert f"{group}: {', '.join(sorted(file.stem for file in folder.glob('*.yaml')))}\n" in shown
+    assert "drafter: draft_model, fallback, layer_skip, prompt_lookup, suffix\n" in shown
     assert jobs.configs == []
 
 

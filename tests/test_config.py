@@ -54,7 +54,8 @@ def test_every_preset_resolves_to_typed_options(preset: str) -> None:
 
 
 def test_the_presets_are_those_of_this_stage() -> None:
-    assert set(PRESETS) >= {"baseline", "no_cache", "specdec", "prompt_lookup"}
+    drafted = {"specdec", "prompt_lookup", "suffix", "fallback", "layer_skip"}
+    assert set(PRESETS) >= {"baseline", "no_cache", *drafted, "self_nf4", "self_int8", "self_int4"}
 
 
 def test_the_defaults_are_the_bundled_model_and_the_embedded_prompts() -> None:
@@ -118,12 +119,16 @@ def test_values_have_their_types(override: str, expected: object) -> None:
         (["strategy=x"], ["unknown strategy 'x'", *PRESETS]),
         (["model=x"], ["unknown model 'x'", "bundled"]),
         (["workload=x"], ["unknown workload 'x'", "embedded", "hf", "jsonl", "random"]),
-        (["weights=x"], ["unknown weights 'x'", "bnb_nf4", "plain"]),
+        (["weights=x"], ["unknown weights 'x'", "bnb_nf4", "plain", "torch_int4", "torch_int8"]),
         (["kv=x"], ["unknown kv 'x'", "dense"]),
         (["decoding=x"], ["unknown decoding 'x'", "autoregressive", "no_cache", "speculative"]),
-        (["drafter=x"], ["unknown drafter 'x'", "draft_model", "prompt_lookup"]),
-        (["verifier=x"], ["unknown verifier 'x'", "token"]),
-        (["draft_length=x"], ["unknown draft_length 'x'", "fixed"]),
+        (
+            ["drafter=x"],
+            ["unknown drafter 'x'", "draft_model", "fallback", "layer_skip", "prompt_lookup", "suffix"],
+        ),
+        (["verifier=x"], ["unknown verifier 'x'", "block", "match", "token"]),
+        (["draft_length=x"], ["unknown draft_length 'x'", "confidence", "cost_model", "fixed"]),
+        (["exactness=x"], ["unknown exactness 'x'", "bitwise", "tokens"]),
         (["strategy=baseline", "drafter=x"], ["unknown drafter 'x'", "draft_model", "prompt_lookup"]),
     ],
 )
@@ -186,10 +191,33 @@ def test_a_value_of_the_wrong_type_is_named(override: str, key: str, value: str)
         ("workload.limit=0", "workload.limit=0"),
         ("workload.max_new_tokens=0", "workload.max_new_tokens=0"),
         ("drafter.name=other", "name=other"),
+        ("exactness.mode=bits", "exactness.mode=bits: expected one of tokens, bitwise"),
+        ("exactness.pass_tokens=8", "exactness.pass_tokens=8 is for exactness=bitwise"),
     ],
 )
 def test_a_value_out_of_range_is_named_with_what_is_allowed(override: str, words: str) -> None:
     assert words in refusal(override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "least"),
+    [
+        (["strategy=specdec"], 5),
+        (["strategy=prompt_lookup", "draft_length.max=7"], 8),
+        (["strategy=baseline"], 1),
+    ],
+)
+def test_passes_of_one_shape_hold_a_whole_draft(overrides: list[str], least: int) -> None:
+    config = compose_run([*overrides, "exactness=bitwise", f"exactness.pass_tokens={least}"])
+    assert config.exactness.pass_tokens == least
+    line = refusal(*overrides, "exactness=bitwise", f"exactness.pass_tokens={least - 1}")
+    if least > 1:
+        assert (
+            f"exactness.pass_tokens={least - 1}: expected at least {least}, one more than draft_length.max"
+            in line
+        )
+    else:
+        assert "exactness.pass_tokens=0: expected at least 1" in line
 
 
 @pytest.mark.parametrize("part", ["drafter=prompt_lookup", "verifier=token", "draft_length=fixed"])
@@ -235,7 +263,15 @@ def test_the_configuration_is_usable_without_hydra() -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_plain_values_become_the_configuration_they_came_from(preset: str) -> None:
     config = compose_run(
-        [f"strategy={preset}", "workload=random", "sampling.temperature=0.00001", "threads=1"]
+        [
+            f"strategy={preset}",
+            "workload=random",
+            "sampling.temperature=0.00001",
+            "sampling.logit_bias=[[5,-1.5],[6,-inf]]",
+            "sampling.stop=['a b','é']",
+            "exactness=bitwise",
+            "threads=1",
+        ]
     )
     values = dataclasses.asdict(config)
     assert from_resolved(values) == config

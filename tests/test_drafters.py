@@ -30,7 +30,10 @@ from specdec import ModelRunner
 from specdec.draft_length.fixed import FixedDraftLength
 from specdec.drafters.base import Drafter, DrafterContext, DrafterOptions
 from specdec.drafters.draft_model import DraftModelDrafter, DraftModelOptions
+from specdec.drafters.fallback import FallbackOptions
+from specdec.drafters.layer_skip import LayerSkipOptions
 from specdec.drafters.prompt_lookup import PromptLookupDrafter, PromptLookupOptions
+from specdec.drafters.suffix import SuffixOptions
 from specdec.draws import BlockDraws, KeyedDraws, Keys
 from specdec.progress import Row, Vacancy
 from specdec.sampling import Sampler
@@ -41,7 +44,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_SLOTS, CAPACITY = 3, 100
 DRAFTERS: dict[str, DrafterOptions] = {
     "draft_model": DraftModelOptions(),
+    "fallback": FallbackOptions(),
+    "layer_skip": LayerSkipOptions(),
     "prompt_lookup": PromptLookupOptions(),
+    "suffix": SuffixOptions(),
 }
 
 
@@ -52,7 +58,13 @@ def model() -> PreTrainedModel:
 
 def build(name: str, model: PreTrainedModel, temperature: float = 0.0) -> Drafter:
     context = DrafterContext(
-        NUM_SLOTS, CAPACITY, VOCAB_SIZE, CPU, Sampler(SamplingParams(temperature)), lambda weights: model
+        NUM_SLOTS,
+        CAPACITY,
+        VOCAB_SIZE,
+        CPU,
+        Sampler(SamplingParams(temperature)),
+        model,
+        lambda weights: model,
     )
     return DRAFTERS[name].build(context)
 
@@ -223,10 +235,9 @@ def test_the_reported_law_is_the_drawn_law(name: str, temperature: float, dtype:
 def test_go_on_is_asked_before_each_draw_and_a_row_that_stopped_stays_stopped(model: PreTrainedModel) -> None:
     asked: list[int] = []
 
-    def go_on(law: Law, step: int) -> Sequence[bool]:
+    def go_on(logits: Tensor, step: int) -> Sequence[bool]:
         asked.append(step)
-        assert law.probs is not None
-        assert law.probs.shape == (3, VOCAB_SIZE)
+        assert logits.shape == (3, VOCAB_SIZE)
         return [[True, True, True], [True, False, True], [True, True, False], [True, True, True]][step]
 
     drafter = build("draft_model", model, temperature=1.0)
@@ -242,7 +253,7 @@ def test_go_on_is_asked_before_each_draw_and_a_row_that_stopped_stays_stopped(mo
 def test_go_on_may_refuse_at_once(model: PreTrainedModel) -> None:
     drafter = build("draft_model", model)
     rows = rows_of(random_prompts([4, 7]))
-    proposal = propose(drafter, rows, [4, 4], lambda law, step: [False, False])
+    proposal = propose(drafter, rows, [4, 4], lambda logits, step: [False, False])
     assert proposal.lengths == (0, 0)
     accept(drafter, rows, proposal, [0, 0], [1, 2])
     assert_same_proposal(propose(drafter, rows, [2, 2]), propose(build("draft_model", model), rows, [2, 2]))
@@ -332,7 +343,7 @@ def test_acceptance_of_a_known_pair_of_laws() -> None:
 
 
 def test_a_vocabulary_of_another_size_is_refused(model: PreTrainedModel) -> None:
-    context = DrafterContext(1, 20, 70, CPU, Sampler(SamplingParams()), lambda weights: model)
+    context = DrafterContext(1, 20, 70, CPU, Sampler(SamplingParams()), model, lambda weights: model)
     with pytest.raises(ValueError, match=r"vocabulary of 61 tokens, the target one of 70"):
         DraftModelOptions().build(context)
 
@@ -344,7 +355,7 @@ def test_the_weight_format_is_the_callers_business(model: PreTrainedModel) -> No
         asked.append(weights)
         return model
 
-    context = DrafterContext(1, 20, VOCAB_SIZE, CPU, Sampler(SamplingParams()), load)
+    context = DrafterContext(1, 20, VOCAB_SIZE, CPU, Sampler(SamplingParams()), model, load)
     assert isinstance(DraftModelOptions("int4").build(context), DraftModelDrafter)
     DraftModelOptions().build(context)
     assert asked == ["int4", ""]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toy_models import FAMILIES, greedy_reference, random_prompts, tiny_model
+from toy_models import FAMILIES, GROUPED_FAMILIES, greedy_reference, random_prompts, tiny_model
 
 from specdec import ModelRunner, PromptLookupOptions, generate
 from specdec.hf_adapter import KNOWN_FAMILIES
@@ -12,6 +12,8 @@ from specdec.hf_adapter import KNOWN_FAMILIES
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-4}
+# Its attention in transformers takes the softmax in float32 whatever the model's dtype.
+GEMMA2_TOLERANCE = 1e-5
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 tied_or_not = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -37,7 +39,8 @@ def test_forward_equals_transformers(family: str, tied: bool, dtype: torch.dtype
         runner.verify(torch.tensor([text[21:40]]), [19])[0],
     ]
     assert logits[0].dtype == dtype
-    torch.testing.assert_close(torch.cat(logits), reference[19:], rtol=0, atol=TOLERANCE[dtype])
+    tolerance = max(TOLERANCE[dtype], GEMMA2_TOLERANCE if family == "gemma2" else 0.0)
+    torch.testing.assert_close(torch.cat(logits), reference[19:], rtol=0, atol=tolerance)
 
 
 @every_family
@@ -55,7 +58,7 @@ def test_greedy_equals_transformers_generate(family: str, tied: bool, dtype: tor
     assert generate(model, prompts, max_new_tokens=10, drafter=PromptLookupOptions()) == references
 
 
-@every_family
+@pytest.mark.parametrize("family", GROUPED_FAMILIES)
 def test_one_head_per_group_and_one_group_for_all_heads(family: str) -> None:
     for num_kv_heads in (1, 4):
         model = tiny_model(family, seed=3, num_key_value_heads=num_kv_heads)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -18,6 +21,8 @@ from quant.footprint import (
 from quant.weights.base import WeightsOptions
 from quant.weights.bnb_nf4 import BnbNf4Weights
 from quant.weights.plain import PlainWeights
+from quant.weights.torch_int4 import TorchInt4Weights
+from quant.weights.torch_int8 import TorchInt8Weights
 
 HIDDEN, INTERMEDIATE, LAYERS, BLOCK = 64, 64, 2, 64
 # As in toy_models, with hidden 64: 4 heads and 2 KV heads of 16.
@@ -129,6 +134,57 @@ def test_a_forward_does_not_lose_bytes() -> None:
     assert quantized_share(layers) == 1
 
 
+# --- torch's formats: no tables, scales in the weights' dtype
+
+
+def int8_bytes(outputs: int, inputs: int) -> int:
+    """A byte a weight, and a scale of two bytes per output."""
+    return outputs * inputs + 2 * outputs
+
+
+def int4_bytes(outputs: int, inputs: int, group: int = 32) -> int:
+    """Half a byte a weight, and a scale and an offset of two bytes each per group."""
+    return outputs * inputs // 2 + 4 * outputs * (inputs // group)
+
+
+TORCH_FORMATS = [
+    pytest.param(TorchInt8Weights(), int8_bytes, id="int8"),
+    pytest.param(TorchInt4Weights(), int4_bytes, id="int4"),
+]
+
+
+@pytest.mark.parametrize(("weights", "layer_bytes"), TORCH_FORMATS)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_whole_model_in_torchs_formats(
+    weights: WeightsOptions, layer_bytes: Callable[[int, int], int], tied: bool
+) -> None:
+    vocab_size = 64
+    buffers = buffer_bytes(model_of(tied=tied, vocab_size=vocab_size))
+    quantized = weights.convert(model_of(tied=tied, vocab_size=vocab_size))
+    linears = LAYERS * (5 * layer_bytes(HIDDEN, HIDDEN) + 2 * layer_bytes(HIDDEN // 2, HIDDEN))
+    head = 0 if tied else layer_bytes(vocab_size, HIDDEN)
+    table = vocab_size * HIDDEN
+    expected = linears + head + 2 * (NORM_PARAMETERS + table) + buffers
+    for _ in range(2):  # a forward changes nothing
+        assert stored_bytes(quantized) == expected
+        with torch.no_grad():
+            quantized(torch.zeros(1, 1, dtype=torch.long))
+    assert read_bytes_per_pass(quantized) == expected - (0 if tied else 2 * (vocab_size - 1) * HIDDEN)
+    in_format = LINEAR_PARAMETERS + (0 if tied else table)
+    total = LINEAR_PARAMETERS + NORM_PARAMETERS + (1 if tied else 2) * table
+    assert quantized_share(quantized) == in_format / total
+
+
+def test_a_bias_in_torchs_formats_stays_as_it_is() -> None:
+    for weights, layer_bytes in ((TorchInt8Weights(), int8_bytes), (TorchInt4Weights(128), None)):
+        model: Any = nn.Sequential(nn.Linear(128, 64, bias=True, dtype=torch.bfloat16))
+        model.device = torch.device("cpu")
+        weights.convert(model)
+        stored = int4_bytes(64, 128, 128) if layer_bytes is None else layer_bytes(64, 128)
+        assert stored_bytes(model) == stored + 64 * 2
+        assert quantized_share(model) == 128 * 64 / (128 * 64 + 64)
+
+
 # --- what further tokens read, and what every token is multiplied with
 
 
@@ -144,7 +200,11 @@ def test_a_pass_over_all_tokens_of_the_vocabulary_reads_the_whole_table() -> Non
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("weights", [PlainWeights(), BnbNf4Weights()], ids=["plain", "nf4"])
+@pytest.mark.parametrize(
+    "weights",
+    [PlainWeights(), BnbNf4Weights(), TorchInt8Weights(), TorchInt4Weights()],
+    ids=["plain", "nf4", "int8", "int4"],
+)
 def test_multiplied_parameters_are_numbers_however_stored(weights: WeightsOptions, tied: bool) -> None:
     vocab_size = 64  # the format holds an untied head of multiples of 32 only
     model = weights.convert(model_of(tied=tied, vocab_size=vocab_size))
@@ -164,3 +224,11 @@ def test_biases_and_norms_are_not_multiplied() -> None:
     assert (
         multiplied_parameters(plain) == multiplied_parameters(biased) == multiplied_parameters(tiny_model())
     )
+
+
+def test_the_layers_that_gpt2_calls_conv1d_are_multiplied_too() -> None:
+    model = tiny_model("gpt2", hidden_size=HIDDEN)
+    body = (
+        LAYERS * (3 + 1 + 4 + 4) * HIDDEN * HIDDEN
+    )  # query, key and value; output; up and down, 4 times as wide
+    assert multiplied_parameters(model) == (body, VOCAB_SIZE * HIDDEN)

@@ -7,11 +7,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from toy_models import FAMILIES, tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from experiments import hardware
 from experiments.hardware import GEMM_GFLOP_S, OVERHEAD_MS, READ_GB_S, Hardware, Values
@@ -110,6 +113,15 @@ def modules_of(model: PreTrainedModel) -> tuple[list[tuple[str, type]], list[str
     return modules, [name for name, _ in model.named_parameters()]
 
 
+def matrices_of(model: PreTrainedModel) -> list[torch.Size]:
+    """Of all linear layers: what a pass reads whole."""
+    return [module.weight.shape for module in model.modules() if isinstance(module, (nn.Linear, Conv1D))]
+
+
+# Query, key and value; or gate and up, and a query with half as many keys and values.
+STORED_AS_ONE = {"phi3": 2, "gpt2": 3, "gpt_neox": 3}
+
+
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tiny_copy_has_the_same_modules_and_narrow_matrices(family: str, tied: bool) -> None:
@@ -125,11 +137,13 @@ def test_a_tiny_copy_has_the_same_modules_and_narrow_matrices(family: str, tied:
     found = hardware.tiny_copy(original.config, WIDTH, torch.bfloat16, CPU)
     assert original.config.to_dict() == before
     assert modules_of(found) == modules_of(AutoModelForCausalLM.from_config(original.config))
-    assert found.config.num_hidden_layers == len(found.model.layers) == 3
+    assert found.config.num_hidden_layers == 3
     shares = found.get_output_embeddings().weight is found.get_input_embeddings().weight
     assert shares is tied
     assert {parameter.dtype for parameter in found.parameters()} == {torch.bfloat16}
-    assert max(max(parameter.shape) for parameter in found.parameters()) == WIDTH
+    assert max(max(shape) for shape in matrices_of(found)) == WIDTH * STORED_AS_ONE.get(family, 1)
+    assert max(min(shape) for shape in matrices_of(found)) == WIDTH
+    assert found.get_input_embeddings().num_embeddings == WIDTH
     runner = ModelRunner(found, 1, 4)
     assert runner.prefill([[0, 1, 2]], [0]).shape == (1, WIDTH)
 
@@ -139,6 +153,16 @@ def test_a_tiny_copy_shares_keys_between_heads_where_the_model_does(kv_heads: in
     config = tiny_model(num_key_value_heads=kv_heads).config
     found = hardware.tiny_copy(config, WIDTH, torch.float32, CPU).config
     assert (found.num_key_value_heads < found.num_attention_heads) is is_grouped
+
+
+@pytest.mark.parametrize(("width", "projected"), [(128, False), (16, True)])
+def test_a_tiny_copy_projects_its_embeddings_where_the_model_does(width: int, projected: bool) -> None:
+    original = tiny_model("opt", hidden_size=128, word_embed_proj_dim=width)
+    found = hardware.tiny_copy(original.config, WIDTH, torch.float32, CPU)
+    assert modules_of(found) == modules_of(AutoModelForCausalLM.from_config(original.config))
+    table: Any = found.get_input_embeddings()
+    assert (table.embedding_dim < WIDTH) is projected
+    assert any("project_in" in name for name, _ in found.named_modules()) is projected
 
 
 # --- the overhead of a pass

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec.attention import AttentionRule
 from specdec.kv_cache import CacheShape, KVCache, PassLayout
 
 SHAPE = CacheShape(
@@ -33,7 +34,7 @@ class RecordingStore:
     def write(self, layer: int, layout: PassLayout, keys: Tensor, values: Tensor) -> None:
         raise AssertionError
 
-    def attend(self, layer: int, query: Tensor, layout: PassLayout, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, layout: PassLayout, rule: AttentionRule) -> Tensor:
         raise AssertionError
 
     def commit(self, lengths: Sequence[int]) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec.attention import AttentionRule
 from specdec.kv_cache import CacheShape, KVCache, KVStore
 from specdec.kv_stores.dense import DenseOptions
 
@@ -81,7 +82,7 @@ def run_pass(
             values[row, :, :count] = source.values[text, layer, :, new]
             queries[row, :, :count] = source.queries[text, layer, :, new]
         cache.store.write(layer, layout, keys, values)
-        outputs.append(cache.store.attend(layer, queries, layout, SCALING))
+        outputs.append(cache.store.attend(layer, queries, layout, AttentionRule(SCALING)))
     cache.advance(layout)
     return outputs
 

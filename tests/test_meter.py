@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import toy_clock
+import toy_engine
 from toy_clock import Clock, SimulatedRunner
 from toy_engine import LawOf, build_decoder
 
@@ -23,9 +24,12 @@ from experiments.recorder import Recorder
 from experiments.roofline import Ceilings, ModelCost
 from experiments.trace import PassEvent, RequestTimeline, Trace, timelines
 from specdec.decoding.base import Decoder
+from specdec.drafters.base import Drafter
 from specdec.drafters.draft_model import DraftModelDrafter
+from specdec.draws import BlockDraws
+from specdec.progress import Row
 from specdec.sampling import Sampler
-from specdec.types import Request, SamplingParams, StepOutput
+from specdec.types import DraftProposal, GoOn, Request, SamplingParams, StepOutput
 
 VOCAB, STOP = 9, 7  # token 8 is what arbitrary logits say
 PROMPT_TOKENS = (4, 8, 24)
@@ -251,7 +255,8 @@ def test_speculation_two_rows() -> None:
     """Request 2 takes the slot of request 0 while request 1 waits for its prefill; its last step drafts nothing."""
     three = 3 * DRAFT + JUDGE
     joint = [12 * DRAFT_READ + three, three, three]
-    alone = [24 * DRAFT_READ + three, 2 * DRAFT + JUDGE, DRAFT + JUDGE, JUDGE]
+    undrafted = DECODE + 2 * COMMIT
+    alone = [24 * DRAFT_READ + three, 2 * DRAFT + JUDGE, DRAFT + JUDGE, undrafted]
     steps = joint + alone
     read_2 = 24 * READ
     check(
@@ -276,13 +281,43 @@ def test_speculation_two_rows() -> None:
             "spec/accept_cond_1": Fraction(6, 10),
             "spec/accept_cond_2": Fraction(2, 4),
             "spec/accept_cond_3": Fraction(2, 2),
-            "spec/draft_ms.mean": 1000 * (total(steps) - 7 * JUDGE) / 7,
-            "spec/verify_ms.mean": 1000 * VERIFY,
+            "spec/draft_ms.mean": 1000 * (total(steps) - 6 * JUDGE - undrafted) / 7,
+            "spec/verify_ms.mean": 1000 * (6 * VERIFY + DECODE) / 7,
             "spec/overhead_ms.mean": 1000 * 2 * COMMIT,
             "passes/target": Fraction(3 + 7),
             "passes/draft": Fraction(3 + 4 * 3 + 2 + 1),
         },
     )
+
+
+class Searching(Drafter):
+    """Takes as long as a draft pass to look for something, and finds two tokens at first and nothing later."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.found = [[2, 3]]
+
+    def propose(
+        self, rows: Sequence[Row], limits: Sequence[int], go_on: GoOn, draws: BlockDraws
+    ) -> DraftProposal:
+        self.clock.now += float(DRAFT)
+        return DraftProposal.certain([self.found.pop() if self.found else []], toy_engine.CPU)
+
+
+def test_searches_that_find_nothing_are_drafting_and_no_overhead() -> None:
+    """Answer 0 begins 1 (prefill), 2 3 (drafted) and 4; then 5, 6 and 1, one by one."""
+    clock = Clock()
+    decoder = build_decoder(
+        SimulatedRunner(law(), VOCAB, 1, clock), num_slots=1, drafter=Searching(clock), draft_length=2
+    )
+    traces = measure({"arm": decoder}, [[Request(0, (0,) * 4, 7)]], warmup=0, clock=clock)
+    found = metrics.arm_metrics(traces)
+    assert found["spec/tokens_per_pass"] == 6 / 4
+    assert found["spec/draft_ms.mean"] == 1000 * DRAFT
+    assert found["spec/verify_ms.mean"] == 1000 * (VERIFY + 3 * DECODE) / 4
+    assert found["spec/overhead_ms.mean"] == 1000 * COMMIT
+    parts = ("spec/draft_ms.mean", "spec/verify_ms.mean", "spec/overhead_ms.mean")
+    assert sum(found[name] for name in parts) / found["spec/tokens_per_pass"] == found["latency/tpot_ms.mean"]
 
 
 class SlowingRunner(SimulatedRunner):

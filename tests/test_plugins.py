@@ -104,12 +104,12 @@ def test_every_plugin_has_a_documented_typed_schema_under_its_name(group: str) -
 
 def test_the_plugins_of_this_stage_are_known() -> None:
     expected = {
-        "weights": {"plain", "bnb_nf4"},
+        "weights": {"plain", "bnb_nf4", "torch_int4", "torch_int8"},
         "kv": {"dense"},
         "decoding": {"autoregressive", "no_cache", "speculative"},
-        "drafter": {"draft_model", "prompt_lookup"},
-        "verifier": {"token"},
-        "draft_length": {"fixed"},
+        "drafter": {"draft_model", "fallback", "layer_skip", "prompt_lookup", "suffix"},
+        "verifier": {"block", "match", "token"},
+        "draft_length": {"confidence", "cost_model", "fixed"},
         "workload": {"embedded", "hf", "jsonl", "random"},
     }
     for group, names in expected.items():
@@ -149,7 +149,8 @@ def test_registering_again_makes_no_second_class() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="unknown drafter 'oracle'; known: draft_model, prompt_lookup"):
+    known = "draft_model, fallback, layer_skip, prompt_lookup, suffix"
+    with pytest.raises(ValueError, match=f"unknown drafter 'oracle'; known: {known}$"):
         plugins.default_options("drafter", "oracle")
 
 
@@ -157,7 +158,9 @@ def test_a_field_that_names_a_plugin_is_checked() -> None:
     drafter = plugins.default_options("drafter", "draft_model")
     plugins.check_choices(drafter)
     plugins.check_choices(dataclasses.replace(drafter, weights="bnb_nf4"))
-    with pytest.raises(ValueError, match="unknown weights 'int5'; known: bnb_nf4, plain"):
+    with pytest.raises(
+        ValueError, match="unknown weights 'int5'; known: bnb_nf4, plain, torch_int4, torch_int8"
+    ):
         plugins.check_choices(dataclasses.replace(drafter, weights="int5"))
 
 

@@ -92,8 +92,8 @@ def test_stop_tokens() -> None:
     assert StopTokens().first_end([5, 1, 2], 0) is None
 
 
-def test_a_stop_rule_sees_the_whole_text() -> None:
-    """A stop string may begin in an earlier step, even in the prompt: the pair (3, 8) ends the text."""
+def test_a_stop_rule_sees_the_whole_answer_and_nothing_else() -> None:
+    """A stop string may begin in an earlier step: (3, 8) ends the text, but not where the 3 is the prompt's."""
 
     class Pair:
         def first_end(self, token_ids: Sequence[int], start: int) -> int | None:
@@ -101,8 +101,19 @@ def test_a_stop_rule_sees_the_whole_text() -> None:
             return next(ends, None)
 
     progress = Progress([Request(0, (1, 3), 9)], 1, Pair())
-    step = progress.commit(Phase.VERIFY, progress.admit(), [[8, 7, 7]], [2])
+    rows = progress.admit()
+    step = progress.commit(Phase.PREFILL, rows, [[8]])
+    assert (step.committed, step.finished) == (((8,),), (False,))
+    progress.commit(Phase.DECODE, rows, [[3]])
+    step = progress.commit(Phase.VERIFY, rows, [[8, 7, 7]], [2])
     assert (step.committed, step.finished) == (((8,),), (True,))
+
+
+def test_a_request_may_have_a_stop_rule_of_its_own() -> None:
+    requests = [Request(0, (1,), 9, StopTokens([5])), Request(1, (1,), 9)]
+    progress = Progress(requests, 2, StopTokens([6]))
+    step = progress.commit(Phase.VERIFY, progress.admit(), [[6, 5, 7], [5, 6, 7]], [2, 2])
+    assert step.committed == ((6, 5), (5, 6))
 
 
 def finish(progress: Progress, request_ids: Sequence[int]) -> list[Vacancy]:

@@ -78,7 +78,7 @@ def cells(line: str) -> list[str]:
 def test_the_plan_names_everything_that_is_about_to_run(result: PointResult) -> None:
     text = "\n".join(report.plan_lines(result.point))
     for part in (
-        "prompt_lookup(min_ngram=1, max_ngram=3)",
+        "prompt_lookup(min_ngram=1, max_ngram=3, prefer=recent)",
         "fixed(max=4)",
         "reference",
         str(result.point.config.model.target),
@@ -114,7 +114,7 @@ def test_a_variant_is_the_resolved_parts() -> None:
     one = arms_of(compose_run(["strategy=prompt_lookup"])).strategy
     other = arms_of(compose_run(["strategy=prompt_lookup", "draft_length.max=6"])).strategy
     assert report.variant(one) == (
-        "plain / dense / speculative / prompt_lookup(min_ngram=1, max_ngram=3) / token / fixed(max=4)"
+        "plain / dense / speculative / prompt_lookup(min_ngram=1, max_ngram=3, prefer=recent) / token / fixed(max=4)"
     )
     assert report.variant(other) == report.variant(one).replace("max=4", "max=6")
     assert report.variant(arms_of(compose_run(["strategy=baseline"])).strategy) == (

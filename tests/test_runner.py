@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from toy_models import CONTEXT_LENGTH, random_prompts, tiny_model
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel
 
 from specdec import ModelRunner
 
@@ -208,29 +208,30 @@ def test_sizes_are_checked(model: PreTrainedModel) -> None:
         ModelRunner(model, 1, 5, prefill_chunk=0)
 
 
-def test_a_sliding_window_is_refused_only_where_it_would_slide() -> None:
-    model = tiny_model("mistral", sliding_window=16)
-    with pytest.raises(ValueError, match="sliding window of 16"):
-        ModelRunner(model, 1, 17)
-    text = random_prompts([16])[0]
-    assert_equal(ModelRunner(model, 1, 16).prefill([text], [0]), full_logits(model, text)[-1:])
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_an_unused_sliding_window_is_no_hindrance(family: str) -> None:
-    model = tiny_model(family, sliding_window=16, use_sliding_window=False)
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("mistral", {"sliding_window": 6}),
+        ("qwen2", {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1}),
+        ("qwen3", {"sliding_window": 6, "use_sliding_window": False}),
+    ],
+    ids=["all layers", "some layers", "unused"],
+)
+def test_a_sliding_window_slides(family: str, more: dict, chunk: int | None) -> None:
+    model = tiny_model(family, **more)
     text = random_prompts([20])[0]
-    assert_equal(ModelRunner(model, 1, 20).prefill([text], [0]), full_logits(model, text)[-1:])
-    sliding = tiny_model(family, sliding_window=16, use_sliding_window=True, max_window_layers=1)
-    with pytest.raises(ValueError, match="sliding window of 16"):
-        ModelRunner(sliding, 1, 17)
+    expected = full_logits(model, text)
+    runner = ModelRunner(model, 1, 20, prefill_chunk=chunk)
+    assert_equal(runner.prefill([text[:15]], [0]), expected[14:15])
+    assert_equal(runner.verify(torch.tensor([text[15:18]]), [3])[0], expected[15:18])
+    runner.commit([16])
+    assert_equal(runner.decode(torch.tensor([[text[16]]])), expected[16:17])
 
 
 def test_an_unknown_family_is_refused_by_name() -> None:
-    config = GPT2Config(vocab_size=11, n_positions=16, n_embd=8, n_layer=1, n_head=2)
-    config.bos_token_id = config.eos_token_id = None
-    unknown = GPT2LMHeadModel(config)
-    with pytest.raises(ValueError, match=r"'gpt2' is not known .* llama"):
+    unknown = BloomForCausalLM(BloomConfig(vocab_size=11, hidden_size=8, n_layer=1, n_head=2)).eval()
+    with pytest.raises(ValueError, match=r"'bloom' is not known .* llama"):
         ModelRunner(unknown, 1, 8)
 
 

@@ -15,14 +15,14 @@ LOGITS = torch.tensor([[1.0, 3.0, 2.0, 3.0], [0.0, -1.0, 0.0, 0.0]])
 
 
 def probs(logits: Tensor, temperature: float) -> Tensor:
-    law = Sampler(SamplingParams(temperature)).law(logits)
+    law = Sampler(SamplingParams(temperature)).law(logits, [])
     assert law.probs is not None
     return law.probs
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_greedy_is_the_first_of_equal_largest_logits(dtype: torch.dtype) -> None:
-    law = Sampler(SamplingParams(0)).law(LOGITS.to(dtype))
+    law = Sampler(SamplingParams(0)).law(LOGITS.to(dtype), [])
     assert law.ids is not None
     assert law.ids.tolist() == [1, 0]
 
@@ -32,7 +32,7 @@ def test_ties_in_a_large_vocabulary() -> None:
     logits = torch.zeros(3, 50_000)
     logits[1, [49_999, 31_000, 777]] = 1.0
     logits[2, 49_999] = 1.0
-    law = Sampler(SamplingParams(0)).law(logits)
+    law = Sampler(SamplingParams(0)).law(logits, [])
     assert law.ids is not None
     assert law.ids.tolist() == [0, 777, 49_999]
 

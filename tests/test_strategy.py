@@ -15,6 +15,7 @@ from experiments.models import ModelPool
 from experiments.strategy import Arms, EngineSettings, arms_of, build_parts
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.progress import StopTokens
+from specdec.types import SamplingParams
 
 
 def arms(*overrides: str) -> Arms:
@@ -52,6 +53,26 @@ def test_quantized_speculation_has_two_references() -> None:
     assert [arm.weights.name for arm in found.distinct] == ["bnb_nf4", "bnb_nf4", "plain"]
     assert found.twin.decoding == found.plain.decoding
     assert len(found.distinct) == 3
+
+
+@pytest.mark.parametrize("weights", ["plain", "torch_int8"])
+def test_bitwise_passes_are_those_of_strategy_and_twin_alone(weights: str) -> None:
+    """Speed-ups are quoted against plain decoding as anyone would run it."""
+    overrides = ("strategy=prompt_lookup", f"weights={weights}", "draft_length.max=6")
+    found = arms(*overrides, "exactness=bitwise", "exactness.pass_tokens=9")
+    assert names(found) == ("prompt_lookup", "twin", "plain")
+    assert (found.strategy.pass_tokens, found.twin.pass_tokens, found.plain.pass_tokens) == (9, 9, None)
+    by_itself = arms(*overrides, "exactness=bitwise")
+    assert by_itself.strategy.pass_tokens is not None
+    assert by_itself.strategy.pass_tokens >= 7
+    assert by_itself.twin.pass_tokens == by_itself.strategy.pass_tokens
+    assert (by_itself.plain.pass_tokens, arms(*overrides).strategy.pass_tokens) == (None, None)
+
+
+def test_a_bitwise_baseline_is_its_own_twin_but_not_plain() -> None:
+    found = arms("strategy=baseline", "exactness=bitwise", "exactness.pass_tokens=4")
+    assert names(found) == ("baseline", "baseline", "plain")
+    assert (found.twin.pass_tokens, found.plain.pass_tokens) == (4, None)
 
 
 def test_a_preset_that_was_overridden_is_judged_by_its_parts() -> None:
@@ -98,7 +119,7 @@ def test_a_verifier_that_declares_nothing_is_not_lossless() -> None:
 
 
 def test_the_draft_model_reads_prompts_in_the_same_chunks(tmp_path: Path) -> None:
-    settings = EngineSettings(1, 40, 0.0, 0, StopTokens(), prefill_chunk=4)
+    settings = EngineSettings(1, 40, SamplingParams(), frozenset(), 0, StopTokens(), prefill_chunk=4)
     arm = arms_of(compose_run(["strategy=specdec", "drafter.weights=plain"])).strategy
     save_model(tmp_path / "target")
     pool = ModelPool(ModelConfig(str(tmp_path / "target")), torch.float32, torch.device("cpu"))

@@ -108,7 +108,7 @@ def test_reading_at_once_gives_the_same_logits(model: PreTrainedModel) -> None:
     block = requests_for(random_prompts([5, 3]), 6)
     answers = {0: [3, 1, 4, 1, 5, 9], 1: [2, 7, 1, 8, 2, 8]}
     runner = ModelRunner(model, 2, 16)
-    found = read_at_once(runner, block, answers, [(0, 0), (1, 4)])
+    found = read_at_once(parts_of(runner, 2), block, answers, [(0, 0), (1, 4)])
     assert set(found) == {(0, 0), (1, 4)}
     for (request_id, index), logits in found.items():
         expected = fresh_logits(model, block[request_id], answers[request_id], index)
@@ -122,7 +122,7 @@ def test_a_replay_ends_where_nothing_more_is_wanted() -> None:
     block = requests_for([[0]], 8)
     found = replay(parts_of(runner, 1), block, answers, single_token_plan(answers), [(0, 2)])
     assert found[(0, 2)].argmax() == 0
-    assert [verb for verb, _ in runner.passes] == ["prefill", "verify", "verify"]
+    assert [verb for verb, _ in runner.passes] == ["prefill", "decode", "decode"]
     assert runner.lengths == (0,)
 
 

@@ -125,12 +125,8 @@ def test_real_models_write_the_same_with_timers(one_thread: None) -> None:
         texts.append(collect(decoder.generate(requests_for(prompts, [8, 12, 10]))))
     assert texts[0] == texts[1]
     assert recorder is not None
-    assert {event.phase for event in recorded(recorder).passes} == {
-        "prefill",
-        "draft_prefill",
-        "draft",
-        "verify",
-    }
+    phases = {event.phase for event in recorded(recorder).passes}
+    assert phases == {"prefill", "draft_prefill", "draft", "verify", "decode"}  # a last token is not drafted
 
 
 def test_restored_parts_are_those_before() -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from enumerating_draws import law_of, outcomes, total_variation
 from scipy.stats import chisquare
 from torch import Tensor
 from toy_engine import CPU, ToyRunner, build_decoder, collect, requests_for, toy_drafter
@@ -16,15 +15,18 @@ from toy_engine import CPU, ToyRunner, build_decoder, collect, requests_for, toy
 from specdec.draft_length.base import DraftLength
 from specdec.drafters.base import Drafter
 from specdec.draws import BlockDraws, Draws, KeyedDraws, Keys, Purpose
+from specdec.enumeration import law_of, outcomes, total_variation
 from specdec.progress import Row
 from specdec.types import DraftProposal, GoOn, Law, Verification
 from specdec.verifiers.base import Verifier
+from specdec.verifiers.block import BlockOptions
+from specdec.verifiers.match import MatchOptions
 from specdec.verifiers.token import TokenOptions, TokenVerifier
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 EXACT = 1e-12
-VERIFIERS = {"token": TokenOptions().build}
+VERIFIERS = {"token": TokenOptions().build, "block": BlockOptions().build, "match": MatchOptions().build}
 
 # Pairs of (target laws for K + 1 positions, draft laws for K positions), vocabulary 3.
 # Token excesses of target over draft are unequal, and one token is far below: a wrong residual shows.
@@ -62,7 +64,7 @@ def one_step(
     """
 
     def run(draws: Draws) -> tuple[int, ...]:
-        block = BlockDraws.of(draws, [0], [5], CPU)
+        block = BlockDraws.of(draws, [0], [5], CPU, verifier.shares_noise)
         laws = Law(probs=torch.tensor(draft_laws, dtype=torch.float64).reshape(1, -1, 3))
         token_ids = torch.zeros(1, len(draft_laws), dtype=torch.long)
         for offset in range(length):
@@ -225,7 +227,8 @@ def test_a_bonus_token_is_what_plain_sampling_draws_at_its_position(verifier: st
     num_rows = 50
     requests, start = torch.arange(num_rows), 5
     laws = torch.tensor(TARGET[:3], dtype=torch.float64).expand(num_rows, -1, -1)
-    block = BlockDraws.of(KeyedDraws(0), requests.tolist(), [start] * num_rows, CPU)
+    shares_noise = VERIFIERS[verifier]().shares_noise
+    block = BlockDraws.of(KeyedDraws(0), requests.tolist(), [start] * num_rows, CPU, shares_noise)
     token_ids = torch.stack([block.draft(Law(probs=laws[:, offset]), offset) for offset in range(2)], 1)
     proposal = DraftProposal(token_ids, (length,) * num_rows, Law(probs=laws[:, :2]))
     verification = VERIFIERS[verifier]().verify(proposal, Law(probs=laws), block)
@@ -344,18 +347,17 @@ def text_law(
     return texts
 
 
-@dataclass(frozen=True)
 class StopsWhenUnsure(DraftLength):
     """Goes on while the draft law is peaked: the length depends on the prefix, never on a token it may drop."""
 
-    threshold: float
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
 
     def limits(self, rows: Sequence[Row]) -> Sequence[int]:
         return [2] * len(rows)
 
-    def go_on(self, draft_law: Law, step: int) -> Sequence[bool]:
-        assert draft_law.probs is not None
-        return (draft_law.probs.amax(-1) >= self.threshold).tolist()
+    def go_on(self, logits: Tensor, step: int) -> Sequence[bool]:
+        return (logits.softmax(-1).amax(-1) >= self.threshold).tolist()
 
 
 def whole_decoder(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.decoding.autoregressive import AutoregressiveDecoder
@@ -16,6 +15,7 @@ from specdec.draft_length.fixed import FixedDraftLength
 from specdec.drafters.base import Drafter
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.draws import Draws, KeyedDraws
+from specdec.law_runner import LawOf, LawRunner
 from specdec.progress import StopTokens
 from specdec.runner import ModelRunner, Runner
 from specdec.sampling import Sampler
@@ -24,72 +24,7 @@ from specdec.verifiers.base import Verifier
 from specdec.verifiers.token import TokenVerifier
 
 CPU = torch.device("cpu")
-# The law of the next token as a function of the whole text so far.
-LawOf = Callable[[Sequence[int]], Sequence[float]]
-
-
-class ToyRunner:
-    """The runner protocol over hand-written laws: logits are their logarithms, in float64.
-
-    Logits that the protocol calls arbitrary (padding, rows with count 0) claim that the last token of the
-    vocabulary is certain, so an engine that looks at one of them writes wrong text. `passes` records each pass:
-    the verb, and the tokens every row read.
-    """
-
-    def __init__(self, law_of: LawOf, vocab_size: int, num_slots: int) -> None:
-        self.law_of = law_of
-        self.prefill_chunk: int | None = None
-        self._arbitrary = torch.full((vocab_size,), -torch.inf, dtype=torch.float64)
-        self._arbitrary[-1] = 0.0
-        self.device = CPU
-        self.texts: list[list[int]] = [[] for _ in range(num_slots)]
-        self.passes: list[tuple[str, tuple[tuple[int, ...], ...]]] = []
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return tuple(map(len, self.texts))
-
-    def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:
-        for prompt, slot in zip(prompts, slots, strict=True):
-            assert not self.texts[slot], f"slot {slot} is not empty"
-            self.texts[slot].extend(prompt)
-        self.passes.append(("prefill", tuple(map(tuple, prompts))))
-        return torch.stack([self._logits(self.texts[slot]) for slot in slots])
-
-    def decode(self, token_ids: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-        counts = [token_ids.shape[1]] * len(token_ids) if counts is None else counts
-        logits = self._append("decode", token_ids, counts)
-        return torch.stack([row[max(count - 1, 0)] for row, count in zip(logits, counts, strict=True)])
-
-    def verify(self, token_ids: Tensor, counts: Sequence[int]) -> Tensor:
-        return self._append("verify", token_ids, counts)
-
-    def commit(self, lengths: Sequence[int]) -> None:
-        for text, length in zip(self.texts, lengths, strict=False):
-            assert 0 <= length <= len(text), f"{len(text)} tokens can't become {length}"
-            del text[length:]
-
-    def move(self, source: int, destination: int) -> None:
-        self.texts[destination], self.texts[source] = self.texts[source], []
-
-    def release(self, slot: int) -> None:
-        self.texts[slot] = []
-
-    def _append(self, verb: str, token_ids: Tensor, counts: Sequence[int]) -> Tensor:
-        read = []
-        logits = []
-        for text, tokens, count in zip(self.texts, token_ids.tolist(), counts, strict=False):
-            read.append(tuple(tokens[:count]))
-            row = []
-            for token in tokens[:count]:
-                text.append(token)
-                row.append(self._logits(text))
-            logits.append(torch.stack(row + [self._arbitrary] * (len(tokens) - count)))
-        self.passes.append((verb, tuple(read)))
-        return torch.stack(logits)
-
-    def _logits(self, text: Sequence[int]) -> Tensor:
-        return torch.tensor(self.law_of(text), dtype=torch.float64).log()
+ToyRunner = LawRunner
 
 
 def chain(table: Sequence[Sequence[float]]) -> LawOf:
@@ -116,12 +51,13 @@ def build_decoder(
     draft_length: int | DraftLength = 4,
     verifier: Verifier | None = None,
     temperature: float = 0.0,
+    sampler: Sampler | None = None,
     draws: Draws | None = None,
     seed: int = 0,
     stop_ids: Collection[int] = (),
 ) -> Decoder:
     """A speculative decoder, or an autoregressive one where there is no drafter."""
-    sampler = Sampler(SamplingParams(temperature))
+    sampler = Sampler(SamplingParams(temperature), stop_ids) if sampler is None else sampler
     parts = DecodingParts(
         runner,
         sampler,

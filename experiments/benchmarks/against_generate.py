@@ -30,7 +30,7 @@ from experiments.workloads.base import WorkloadContext, encode
 from specdec.decoding.base import Decoder
 from specdec.generation import end_of_text_ids
 from specdec.progress import StopTokens
-from specdec.types import Request
+from specdec.types import Request, SamplingParams
 
 Decode = Callable[[Request], RequestTimeline]
 OURS, THEIRS = "twospeed", "generate"
@@ -103,8 +103,9 @@ def main() -> int:
         plugins.default_options("kv", "dense"),
         plugins.default_options("decoding", "autoregressive"),
     )
+    stop_ids = end_of_text_ids(model)
     capacity = max(request.max_length for request in requests)
-    settings = EngineSettings(1, capacity, 0.0, 0, StopTokens(end_of_text_ids(model)), None)
+    settings = EngineSettings(1, capacity, SamplingParams(), stop_ids, 0, StopTokens(stop_ids), None)
     arms = {OURS: by_our_decoder(build_decoder(arm, pool, settings)), THEIRS: by_generate(model)}
     print(f"{options.model}, {device.type}, {dtype}, {options.threads} threads, {len(requests)} prompts")
     _report(_take_turns(arms, requests, options.repeats, options.seed))

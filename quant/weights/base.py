@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
@@ -29,6 +29,20 @@ class WeightsOptions(ABC):
 
         Raises ValueError, in one line, where the format can't hold the model.
         """
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer with weights of another kind; `in_features` and `out_features` are those of the float layer."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.bias = linear.bias
+        self.train(linear.training)
+
+    def with_bias(self, output: Tensor) -> Tensor:
+        return output if self.bias is None else output + self.bias
 
 
 def replace_linears(model: nn.Module, make: Callable[[str, nn.Linear], nn.Module | None]) -> int:

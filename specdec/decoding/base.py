@@ -80,17 +80,16 @@ class Decoder(ABC):
         if vacancy.replacement is not None:
             self.runner.move(vacancy.replacement, vacancy.slot)
 
-    def block_draws(self, rows: Sequence[Row]) -> BlockDraws:
+    def block_draws(self, rows: Sequence[Row], shares_noise: bool = False) -> BlockDraws:
         """Draws for the tokens that follow each row's text."""
         request_ids = [row.request.request_id for row in rows]
-        return BlockDraws.of(
-            self.draws, request_ids, [len(row.token_ids) for row in rows], self.runner.device
-        )
+        starts = [len(row.token_ids) for row in rows]
+        return BlockDraws.of(self.draws, request_ids, starts, self.runner.device, shares_noise)
 
     def next_tokens(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[list[int]]:
         """The target's own next token of each row, from `logits [B, V]`."""
         offsets = torch.zeros(len(rows), dtype=torch.long, device=logits.device)
-        token_ids = self.block_draws(rows).target(self.sampler.law(logits), offsets)
+        token_ids = self.block_draws(rows).target(self.sampler.law(logits, rows), offsets)
         return [[token] for token in token_ids.tolist()]
 
     def newest_tokens(self, rows: Sequence[Row]) -> torch.Tensor:

@@ -30,21 +30,33 @@ class SpeculativeDecoder(Decoder):
 
     def step(self, progress: Progress) -> StepOutput:
         rows = progress.rows
-        draws = self.block_draws(rows)
+        draws = self.block_draws(rows, self.verifier.shares_noise)
         # 1. Propose.
         proposal = self.drafter.propose(rows, self._limits(rows), self.draft_length.go_on, draws)
+        if not any(proposal.lengths):
+            proposal = DraftProposal.nothing(len(rows), self.runner.device)
         # 2. Verify: the target's laws behind the newest token and behind every draft token, in one pass.
-        tokens = torch.cat([self.newest_tokens(rows), proposal.token_ids], 1)
-        logits = self.runner.verify(tokens, [1 + length for length in proposal.lengths])
+        logits = self._read(rows, proposal)
         # 3. Accept: the longest prefix the verifier lets stand, and one token more.
-        verification = self.verifier.verify(proposal, self.sampler.law(logits), draws)
+        target = self.sampler.law(logits, rows, proposal.token_ids)
+        verification = self.verifier.verify(proposal, target, draws)
         # 4. Roll back what was rejected, in the target's cache and the drafter's.
         self.runner.commit(
             [len(row.token_ids) + kept for row, kept in zip(rows, verification.accepted, strict=True)]
         )
         self.drafter.accept(rows, verification)
+        self.draft_length.accept(rows, proposal.lengths, verification.accepted)
         committed = _committed(proposal, verification.accepted, verification.next_ids)
-        return progress.commit(Phase.VERIFY, rows, committed, drafted=proposal.lengths)
+        phase = Phase.VERIFY if any(proposal.lengths) else Phase.DECODE
+        return progress.commit(phase, rows, committed, drafted=proposal.lengths)
+
+    def _read(self, rows: Sequence[Row], proposal: DraftProposal) -> torch.Tensor:
+        """The target's logits `[B, K + 1, V]` behind the newest token and the draft tokens."""
+        newest = self.newest_tokens(rows)
+        if not any(proposal.lengths):  # plain decoding
+            return self.runner.decode(newest).unsqueeze(1)
+        tokens = torch.cat([newest, proposal.token_ids], 1)
+        return self.runner.verify(tokens, [1 + length for length in proposal.lengths])
 
     def vacate(self, vacancy: Vacancy) -> None:
         super().vacate(vacancy)

@@ -5,27 +5,37 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from torch import Tensor
+
+from specdec.costs import PassCosts
 from specdec.progress import Row
-from specdec.types import Law
 
 
-class DraftLength(Protocol):
-    """Decides before drafting (`limits`) and while drafting (`go_on`), per row."""
+class DraftLength(ABC):
+    """Decides before drafting (`limits`) and while drafting (`go_on`), per row; learns from what was accepted."""
 
+    @abstractmethod
     def limits(self, rows: Sequence[Row]) -> Sequence[int]:
-        """The most draft tokens for each row; a row carries its own counts of drafted and accepted tokens."""
-        ...
+        """The most draft tokens for each row; 0 is plain decoding."""
 
-    def go_on(self, draft_law: Law, step: int) -> Sequence[bool]:
-        """Per row: draw draft token number `step` from this law `[B]`? Never sees a token it might drop."""
-        ...
+    def go_on(self, logits: Tensor, step: int) -> Sequence[bool]:
+        """Per row: draw draft token number `step` from the draft model's `logits [B, V]`?
+
+        Never sees a token that it might drop: dropping one for what it is would change the output's law.
+        """
+        return [True] * logits.shape[0]
+
+    def accept(self, rows: Sequence[Row], drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """What came of the step, before it is committed."""
 
 
 @dataclass
 class DraftLengthOptions(ABC):
-    """Options of a policy. `max` is K, the most draft tokens per step, for every policy."""
+    """Options of a policy. `max` is K, the most draft tokens per step, for every policy.
+
+    Where `needs_costs` is true, `build` gets the measured times of passes, else None.
+    """
 
     max: int = 4
 
@@ -33,5 +43,9 @@ class DraftLengthOptions(ABC):
         if self.max < 1:
             raise ValueError(f"draft_length.max={self.max}: expected at least 1")
 
+    @property
+    def needs_costs(self) -> bool:
+        return False
+
     @abstractmethod
-    def build(self) -> DraftLength: ...
+    def build(self, costs: PassCosts | None = None) -> DraftLength: ...

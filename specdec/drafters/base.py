@@ -27,7 +27,7 @@ class Drafter(ABC):
     ) -> DraftProposal:
         """At most `limits[b]` draft tokens behind each row's text; fewer, or none, is always right.
 
-        The tokens must have been drawn from the very laws reported. `go_on(law, step)` is asked before each
+        The tokens must have been drawn from the very laws reported. `go_on(logits, step)` is asked before each
         draw whether a row goes on; a drafter whose law is one-hot may ignore it.
         """
 
@@ -46,9 +46,10 @@ class Drafter(ABC):
 class DrafterContext:
     """What a drafter may build on.
 
-    `load_draft_model(weights)` loads the draft model in a weight format named by the caller's registry; "" is the
-    caller's default for that model. Raises ValueError where no draft model is configured. `prefill_chunk` is the
-    target's: tokens per prefill pass, None for whole prompts.
+    `target` is the target model itself, for drafters that use its modules. `load_draft_model(weights)` loads the
+    draft model in a weight format named by the caller's registry; "" is the caller's default for that model. Raises
+    ValueError where no draft model is configured. `prefill_chunk` is the target's: tokens per prefill pass, None for
+    whole prompts.
     """
 
     num_slots: int
@@ -56,6 +57,7 @@ class DrafterContext:
     vocab_size: int
     device: torch.device
     sampler: Sampler
+    target: PreTrainedModel
     load_draft_model: Callable[[str], PreTrainedModel]
     prefill_chunk: int | None = None
 

@@ -34,14 +34,15 @@ class DraftModelDrafter(Drafter):
         if not any(drafting):
             return DraftProposal.nothing(len(rows), self.runner.device)
         self._prefill_new(rows, drafting)
-        law = self.sampler.law(self._catch_up(rows, drafting))
+        logits = self._catch_up(rows, drafting)
         lengths = [0] * len(rows)
         token_ids: list[Tensor] = []
         laws: list[Law] = []
         while True:
-            drafting = [on and go for on, go in zip(drafting, go_on(law, len(laws)), strict=True)]
+            drafting = [on and go for on, go in zip(drafting, go_on(logits, len(laws)), strict=True)]
             if not any(drafting):
                 break
+            law = self.sampler.law(logits, rows, torch.stack(token_ids, 1) if token_ids else None)
             token_ids.append(draws.draft(law, len(laws)))
             laws.append(law)
             lengths = [length + on for length, on in zip(lengths, drafting, strict=True)]
@@ -49,7 +50,7 @@ class DraftModelDrafter(Drafter):
             drafting = [on and limit > len(laws) for on, limit in zip(drafting, limits, strict=True)]
             if not any(drafting):
                 break
-            law = self.sampler.law(self.runner.decode(token_ids[-1].unsqueeze(1), list(map(int, drafting))))
+            logits = self.runner.decode(token_ids[-1].unsqueeze(1), list(map(int, drafting)))
         if not laws:
             return DraftProposal.nothing(len(rows), self.runner.device)
         return DraftProposal(torch.stack(token_ids, 1), tuple(lengths), Law.stack(laws))

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specdec.attention import grouped_attention
+from specdec.attention import AttentionRule, grouped_attention
 from specdec.kv_cache import CacheShape, PassLayout
 
 
@@ -31,10 +31,10 @@ class DenseStore:
             else:
                 buffer[layout.row_index, :, layout.positions] = new.transpose(1, 2)
 
-    def attend(self, layer: int, query: Tensor, layout: PassLayout, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, layout: PassLayout, rule: AttentionRule) -> Tensor:
         keys = self._keys[layer][layout.rows, :, : layout.extent]
         values = self._values[layer][layout.rows, :, : layout.extent]
-        return grouped_attention(query, keys, values, layout, scaling)
+        return grouped_attention(query, keys, values, layout, rule)
 
     def commit(self, lengths: Sequence[int]) -> None:
         pass  # nothing is packed, so nothing becomes final

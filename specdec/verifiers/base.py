@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from specdec.draws import BlockDraws
 from specdec.types import DraftProposal, Law, Verification
 
 
-class Verifier(Protocol):
-    """Decides how much of each row's draft stands. No model, no cache, no uniforms of its own."""
+class Verifier(ABC):
+    """Decides how much of each row's draft stands. No model, no cache, no uniforms of its own.
 
+    `shares_noise`: drafts are to be drawn with the noise of the target's own samples, so that they often coincide.
+    """
+
+    shares_noise: ClassVar[bool] = False
+
+    @abstractmethod
     def verify(self, proposal: DraftProposal, target: Law, draws: BlockDraws) -> Verification:
         """`target` are laws `[B, K + 1]`: behind the newest token, and behind each draft token."""
-        ...
 
 
 @dataclass
