@@ -122,16 +122,18 @@ def random_configuration(seed: int) -> Configuration:
         choose.randint(1, 8),
         choose.choice([None, None, 4]),
         tuple(stop_ids),
-        random_sampling(choose),
+        random_sampling(choose, stop_ids),
         choose.random() < 0.3,
     )
 
 
-def random_sampling(choose: random.Random) -> SamplingParams:
+def random_sampling(choose: random.Random, stop_ids: Sequence[int]) -> SamplingParams:
     """Greedy, in half of the cases with penalties, biases or bans."""
     if choose.random() < 0.5:
         return SamplingParams()
     word = tuple(choose.randrange(VOCAB_SIZE) for _ in range(choose.choice([1, 2])))
+    if word[0] in stop_ids:  # transformers lets a bad word be that is a stop token
+        word = (*word, 0)
     return SamplingParams(
         repetition_penalty=choose.choice([1.0, 1.3, 5.0]),
         bad_words=choose.choice([(), (word,)]),
