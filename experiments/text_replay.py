@@ -26,6 +26,7 @@ from specdec.verifiers.base import Verifier
 Position = tuple[int, int]  # (request id, index of the new token)
 # Stands for the draft tokens that were rejected: they are part of the pass's shape, not of the text.
 FILLER_ID = 0
+STEP_PHASES = ("decode", "verify")
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,13 @@ Plan = Mapping[int, Sequence[PlannedPass]]
 
 
 def recorded_plan(trace: Trace) -> Plan:
-    """The pass boundaries of a speculative trace, per request."""
-    verify_passes = iter([event for event in trace.passes if event.phase == "verify"])
+    """The pass boundaries of a speculative trace, per request; a step that drafted nothing is a decode pass."""
+    passes = iter([event for event in trace.passes if event.phase in STEP_PHASES])
     plan: dict[int, list[PlannedPass]] = {}
     for step in trace.steps:
-        if step.output.phase != "verify":
+        if step.output.phase not in STEP_PHASES:
             continue
-        counts = next(verify_passes).counts
+        counts = next(passes).counts
         for request_id, count, accepted in zip(
             step.output.request_ids, counts, step.output.accepted, strict=True
         ):

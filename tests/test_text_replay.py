@@ -56,6 +56,22 @@ def test_the_recorded_plan_has_each_requests_own_passes() -> None:
     }
 
 
+def test_a_step_without_drafts_is_a_pass_of_one_token() -> None:
+    recorded = trace(
+        step(0.0, 1.0, "prefill", {0: [1]}),
+        step(1.0, 2.0, "decode", {0: [2]}),
+        step(2.0, 3.0, "verify", {0: [3, 4]}, drafted=[2], accepted=[1]),
+        step(3.0, 4.0, "decode", {0: [5]}),
+        passes=[
+            forward("prefill", 0.0, 1.0, [3]),
+            forward("decode", 1.0, 2.0, [1]),
+            forward("verify", 2.0, 3.0, [3]),
+            forward("decode", 3.0, 4.0, [1]),
+        ],
+    )
+    assert recorded_plan(recorded) == {0: [PlannedPass(0, 0), PlannedPass(2, 1), PlannedPass(0, 0)]}
+
+
 def test_the_plan_keeps_the_width_of_a_pass_that_a_stop_cut_short() -> None:
     """5 tokens went through the pass, 2 were committed and 1 counts as drafted: the pass was still 5 wide."""
     cut = trace(
