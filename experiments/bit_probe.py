@@ -1,7 +1,7 @@
 """Does a token get the same logits, bit for bit, wherever it stands in a pass? Asked before a run promises it.
 
 What a library's kernels promise is little: with two threads a float32 product of torch rounds the rows beyond a
-multiple of 4 otherwise, and LLM.int8 multiplies a row by what its batch mates are. So the model itself is asked: a text
+multiple of 4 otherwise. So the model itself is asked: a text
 is read several times, with each of its tokens at each place of a pass once.
 """
 

@@ -40,6 +40,10 @@ class ModelConfig:
     draft: str | None = None
     draft_revision: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.draft_revision is not None and self.draft is None:
+            raise ValueError(f"model.draft_revision={self.draft_revision}: there is no model.draft")
+
 
 @dataclass
 class SamplingConfig:

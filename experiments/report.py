@@ -44,7 +44,8 @@ MISSING = "-"
 def plan_lines(point: PreparedPoint) -> list[str]:
     """What is about to be measured, before anything is loaded."""
     config = point.config
-    draft = f", draft: {config.model.draft}" if config.model.draft else ""
+    uses_draft = config.model.draft and hasattr(config.drafter, "weights")
+    draft = f", draft: {config.model.draft}" if uses_draft else ""
     return [
         f"strategy   {config.strategy}: {variant(point.arms.strategy)}",
         f"references {', '.join(arm.name for arm in point.arms.distinct[1:]) or 'none: it is its own reference'}",

@@ -14,6 +14,7 @@ from specdec.draft_length.fixed import FixedDraftLength
 from specdec.drafters.base import DrafterContext, DrafterOptions
 from specdec.drafters.draft_model import DraftModelOptions
 from specdec.draws import KeyedDraws
+from specdec.processors import Processor
 from specdec.progress import StopTokens
 from specdec.runner import ModelRunner
 from specdec.sampling import Sampler
@@ -30,6 +31,7 @@ def generate(
     max_new_tokens: int = 64,
     temperature: float = 0.0,
     sampling: SamplingParams | None = None,
+    processors: Sequence[Processor] = (),
     seed: int = 0,
     stop_token_ids: Collection[int] | None = None,
     num_slots: int | None = None,
@@ -42,6 +44,7 @@ def generate(
 
     Args:
         sampling: all sampling parameters, in the place of `temperature`.
+        processors: applied to the logits behind the built-in ones; see `specdec.user_processors` for transformers'.
         stop_token_ids: an answer ends with the first of them; default: the model's end-of-text ids.
         num_slots: rows decoded together; more prompts wait. Default: all prompts.
 
@@ -57,6 +60,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         sampling=sampling,
+        processors=processors,
         seed=seed,
         stop_token_ids=stop_token_ids,
         num_slots=num_slots,
@@ -77,6 +81,7 @@ def generate_steps(
     max_new_tokens: int = 64,
     temperature: float = 0.0,
     sampling: SamplingParams | None = None,
+    processors: Sequence[Processor] = (),
     seed: int = 0,
     stop_token_ids: Collection[int] | None = None,
     num_slots: int | None = None,
@@ -91,7 +96,7 @@ def generate_steps(
     capacity = max(request.max_length for request in requests)
     runner = ModelRunner(model, slots, capacity)
     stop_ids = end_of_text_ids(model) if stop_token_ids is None else stop_token_ids
-    sampler = Sampler(SamplingParams(temperature) if sampling is None else sampling, stop_ids)
+    sampler = Sampler(SamplingParams(temperature) if sampling is None else sampling, stop_ids, processors)
     stop_rule = StopTokens(stop_ids)
     parts = DecodingParts(runner, sampler, KeyedDraws(seed), stop_rule, slots)
     decoder: Decoder

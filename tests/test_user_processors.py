@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from toy_engine import ToyRunner as Runner
 from toy_engine import build_decoder, chain, collect, requests_for, toy_drafter
-from transformers import LogitsProcessor, NoRepeatNGramLogitsProcessor
+from toy_models import random_prompts, tiny_model
+from transformers import LogitsProcessor, NoRepeatNGramLogitsProcessor, PreTrainedModel
 
+from specdec import generate
 from specdec.processors import Text
 from specdec.sampling import Sampler
 from specdec.types import SamplingParams
@@ -37,6 +39,14 @@ class BansEverySecond(LogitsProcessor):
 
     def restore(self, state: int) -> None:
         self.calls = state
+
+
+class BansTheBestEverySecond(BansEverySecond):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls % 2 == 0:
+            scores[:, scores.argmax()] = -torch.inf
+        return scores
 
 
 class Unknown(LogitsProcessor):
@@ -98,3 +108,14 @@ def test_a_state_goes_through_positions_that_were_skipped_and_comes_back_from_re
     assert [banned(), banned(2), banned(2, 2)] == [False, True, False]
     assert banned(0) is True  # the token at the first position was rejected
     assert banned(0, 2, 2, 2, 0) is True  # the sixth call of a text decoded plainly
+
+
+def test_generate_takes_them_and_a_draft_model_shares_their_state() -> None:
+    model, draft = tiny_model("llama"), tiny_model("llama", seed=1)
+    prompts = random_prompts([3, 7])
+
+    def answers(drafter: PreTrainedModel | None) -> list[list[int]]:
+        processors = [UserProcessor(lambda text: BansTheBestEverySecond())]
+        return generate(model, prompts, drafter=drafter, max_new_tokens=15, processors=processors)
+
+    assert answers(draft) == answers(model) == answers(None) != generate(model, prompts, max_new_tokens=15)
