@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
 from experiments import statistics
 from experiments.config import MeasureConfig
@@ -302,7 +303,8 @@ def _footprint(*runners: Any, overheads: Sequence[float | None] = ()) -> Footpri
     costs = [_cost(runner) for runner in runners]
     target_ms, draft_ms, *_ = [*overheads, None, None]
     return Footprint(
-        weights_bytes=sum(stored_bytes(model) for model in {id(r.model): r.model for r in runners}.values()),
+        # Together: a draft made of the target's own modules stores nothing of its own.
+        weights_bytes=stored_bytes(nn.ModuleList(runner.model for runner in runners)),
         kv_allocated_bytes=sum(runner.cache.store.allocated_bytes() for runner in runners),
         quantized_share=quantized_share(runners[0].model),
         target=costs[0],

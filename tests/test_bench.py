@@ -33,6 +33,7 @@ from experiments.strategy import Arm, arms_of
 from experiments.trace import Trace
 from quant.footprint import stored_bytes
 from specdec.decoding.base import Decoder
+from specdec.drafters.layer_skip import without_layers
 from specdec.runner import ModelRunner
 
 QUIET, BUSY = ForeignLoad(0.0), ForeignLoad(MOST_FOREIGN_CORES + 0.01)
@@ -400,3 +401,9 @@ def test_the_bench_tells_its_load_and_what_did_not_settle(monkeypatch: pytest.Mo
     monkeypatch.setattr(bench, "measure", unsettled)
     found = measured(entry("one"))
     assert (found.load, found.unsettled, found.validity) == (BUSY, ["one"], NOISY)
+
+
+def test_a_draft_of_the_targets_own_layers_stores_nothing_more() -> None:
+    model = tiny_model("llama")
+    runners = [ModelRunner(model, 1, 8), ModelRunner(without_layers(model, 1), 1, 8)]
+    assert bench._footprint(*runners).weights_bytes == bench._footprint(runners[0]).weights_bytes
