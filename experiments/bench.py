@@ -63,8 +63,8 @@ class Entry:
 class Footprint:
     """Bytes of one arm, and what its passes move and compute.
 
-    `weights_bytes` and `kv_allocated_bytes` include a draft model's; `overhead_ms` are those of a target and of a
-    draft pass, None where they weren't measured.
+    `weights_bytes` and `kv_allocated_bytes` include a draft model's, which may have a cache of its own or go on from
+    the target's; `overhead_ms` are those of a target and of a draft pass, None where they weren't measured.
     """
 
     weights_bytes: int
@@ -72,6 +72,7 @@ class Footprint:
     quantized_share: float
     target: ModelCost
     draft: ModelCost | None = None
+    draft_has_own_cache: bool = True
     target_overhead_ms: float | None = None
     draft_overhead_ms: float | None = None
 
@@ -302,13 +303,15 @@ def _footprint(*runners: Any, overheads: Sequence[float | None] = ()) -> Footpri
     """Of an arm's runners: the target's, then a draft model's."""
     costs = [_cost(runner) for runner in runners]
     target_ms, draft_ms, *_ = [*overheads, None, None]
+    stores = {id(runner.cache.store): runner.cache.store for runner in runners}.values()
     return Footprint(
         # Together: a draft made of the target's own modules stores nothing of its own.
         weights_bytes=stored_bytes(nn.ModuleList(runner.model for runner in runners)),
-        kv_allocated_bytes=sum(runner.cache.store.allocated_bytes() for runner in runners),
+        kv_allocated_bytes=sum(store.allocated_bytes() for store in stores),
         quantized_share=quantized_share(runners[0].model),
         target=costs[0],
         draft=costs[1] if len(costs) > 1 else None,
+        draft_has_own_cache=len(stores) > 1,
         target_overhead_ms=target_ms,
         draft_overhead_ms=draft_ms,
     )
@@ -317,14 +320,15 @@ def _footprint(*runners: Any, overheads: Sequence[float | None] = ()) -> Footpri
 def _cost(runner: Any) -> ModelCost:
     model = runner.model
     body, head = multiplied_parameters(model)
-    shape = runner.cache.store.shape
+    cache, shape = runner.cache, runner.cache.store.shape
     return ModelCost(
         weights_read_bytes=read_bytes_per_pass(model),
         embedding_row_bytes=embedding_row_bytes(model),
-        kv_bytes_per_token=runner.cache.store.live_bytes([1]),
+        # A draft model may have some of the target's layers only.
+        kv_bytes_per_token=cache.store.live_bytes([1]) * cache.num_layers // shape.num_layers,
         body_parameters=body,
         head_parameters=head,
-        attention_width=shape.num_layers * model.config.num_attention_heads * shape.head_dim,
+        attention_width=cache.num_layers * model.config.num_attention_heads * shape.head_dim,
     )
 
 
@@ -332,7 +336,8 @@ def _memory(footprint: Footprint, traces: Sequence[Trace]) -> dict[str, float]:
     events = [event for trace in traces for event in trace.passes]
     target_tokens = max((e.kv_tokens for e in events if e.phase in TARGET_PHASES), default=0)
     draft_tokens = max((e.kv_tokens for e in events if e.phase not in TARGET_PHASES), default=0)
-    draft_bytes = footprint.draft.kv_bytes_per_token if footprint.draft is not None else 0
+    draft = footprint.draft if footprint.draft_has_own_cache else None
+    draft_bytes = draft.kv_bytes_per_token if draft is not None else 0
     kv_bytes = target_tokens * footprint.target.kv_bytes_per_token + draft_tokens * draft_bytes
     return {
         "memory/weights_mib": footprint.weights_bytes / MIB,

@@ -29,7 +29,7 @@ from specdec.enumeration import law_of, total_variation
 from specdec.law_runner import LawOf, LawRunner
 from specdec.progress import Row, StopTokens
 from specdec.sampling import Sampler
-from specdec.types import DraftProposal, Law, Request, SamplingParams
+from specdec.types import DraftProposal, Law, Prospect, Request, SamplingParams
 from specdec.verifiers.base import Verifier
 
 EXACT = 1e-9
@@ -228,7 +228,7 @@ class _Unsure(DraftLength):
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
 
-    def limits(self, rows: Sequence[Row]) -> Sequence[int]:
+    def limits(self, rows: Sequence[Row], prospects: Sequence[Prospect]) -> Sequence[int]:
         return [2] * len(rows)
 
     def go_on(self, logits: Tensor, step: int) -> Sequence[bool]:

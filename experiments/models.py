@@ -131,6 +131,11 @@ class ModelPool:
         return SELF_DRAFT_WEIGHTS if self._draft is None else "plain"
 
     @property
+    def draft_is_target(self) -> bool:
+        """No draft model is named: the draft is the target again, in another weight format."""
+        return self._draft is None
+
+    @property
     def revision(self) -> str | None:
         """The commit the target was loaded from, where it came from a hub."""
         return getattr(self.target_config, "_commit_hash", None)

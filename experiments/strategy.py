@@ -160,6 +160,8 @@ def build_parts(arm: Arm, pool: ModelPool, settings: EngineSettings) -> Decoding
         sampler,
         runner.model,
         pool.draft,
+        runner.cache,
+        pool.draft_is_target,
         settings.prefill_chunk,
     )
     parts = DecodingParts(

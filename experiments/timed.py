@@ -13,7 +13,7 @@ from specdec.drafters.base import Drafter
 from specdec.draws import BlockDraws
 from specdec.progress import Row, Vacancy
 from specdec.runner import Runner
-from specdec.types import DraftProposal, GoOn, Verification
+from specdec.types import DraftProposal, GoOn, Prospect, Verification
 
 TARGET_PHASES = {"prefill": "prefill", "decode": "decode", "verify": "verify"}
 DRAFT_PHASES = {"prefill": "draft_prefill", "decode": "draft", "verify": "draft"}
@@ -115,6 +115,9 @@ class TimedDrafter(Drafter):
         _synchronize(proposal.token_ids.device)
         self._recorder.add_proposal(start_s, self._recorder.clock())
         return proposal
+
+    def prospects(self, rows: Sequence[Row]) -> Sequence[Prospect]:
+        return self._drafter.prospects(rows)
 
     def accept(self, rows: Sequence[Row], verification: Verification) -> None:
         self._drafter.accept(rows, verification)

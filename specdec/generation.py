@@ -104,7 +104,9 @@ def generate_steps(
         decoder = AutoregressiveDecoder(parts)
     else:
         options, load = _drafter_options(drafter)
-        context = DrafterContext(slots, capacity, runner.vocab_size, runner.device, sampler, model, load)
+        context = DrafterContext(
+            slots, capacity, runner.vocab_size, runner.device, sampler, model, load, runner.cache
+        )
         decoder = SpeculativeDecoder(
             replace(
                 parts,

@@ -203,3 +203,52 @@ class KVCache:
     @property
     def live_bytes(self) -> int:
         return self.store.live_bytes(self.lengths)
+
+    @property
+    def num_layers(self) -> int:
+        return self.store.shape.num_layers
+
+    def view(self, num_layers: int | None = None) -> CacheView:
+        """For a draft model that goes on from this cache; it uses `num_layers` of the layers, by default all."""
+        return CacheView(self, num_layers or self.num_layers)
+
+
+class CacheView(KVCache):
+    """The same buffer, read as far as its owner holds tokens, and written behind: nothing of it is ever final.
+
+    A draft model that shares the target's layers needs no cache and no prefill of its own. What it writes, the
+    target's next pass overwrites, since that covers every draft token (Zhang et al. 2023, "Draft & Verify").
+    """
+
+    def __init__(self, owner: KVCache, num_layers: int) -> None:
+        self.store = owner.store
+        self._owner = owner
+        self._num_layers = num_layers
+        self._ahead = [0] * owner.store.shape.num_slots  # tokens behind those of the owner
+
+    @property
+    def lengths(self) -> list[int]:  # type: ignore[override]
+        return [held + ahead for held, ahead in zip(self._owner.lengths, self._ahead, strict=True)]
+
+    @property
+    def num_layers(self) -> int:
+        return self._num_layers
+
+    def advance(self, layout: PassLayout) -> None:
+        ahead = zip(self._ahead[layout.rows], layout.counts, strict=True)
+        self._ahead[layout.rows] = [before + count for before, count in ahead]
+
+    def roll_back(self, lengths: Sequence[int]) -> None:
+        """Forget what lies behind `lengths[slot]`; the owner's tokens can't be forgotten here."""
+        for slot, length in enumerate(lengths):
+            self._ahead[slot] = max(0, min(self._ahead[slot], length - self._owner.lengths[slot]))
+
+    def commit(self) -> None:
+        pass  # the owner's to say
+
+    def move(self, source: int, destination: int) -> None:
+        self.release(destination)  # the owner moves what it holds, and no more
+        self.release(source)
+
+    def release(self, slot: int) -> None:
+        self._ahead[slot] = 0

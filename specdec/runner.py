@@ -7,6 +7,7 @@ that stays, which is also how rejected draft tokens are rolled back.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -56,9 +57,10 @@ class ModelRunner:
             whole buffer: passes of one shape round alike, so that what a token's logits are does not depend on how
             many others its pass had. None: passes are as large as needed.
         make_store: builds the KV store for a given shape; the dense store by default.
+        cache: a cache to use instead, of that many slots and that capacity, such as a view of another runner's.
 
     Raises:
-        ValueError: an unknown model family, or a capacity beyond the model's context.
+        ValueError: an unknown model family, a capacity beyond the model's context, or a cache of another shape.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class ModelRunner:
         prefill_chunk: int | None = None,
         pass_tokens: int | None = None,
         make_store: Callable[[CacheShape], KVStore] = DenseStore,
+        cache: KVCache | None = None,
     ) -> None:
         if num_slots < 1 or capacity < 1:
             raise ValueError(f"num_slots={num_slots}, capacity={capacity}: both must be at least 1")
@@ -81,7 +84,10 @@ class ModelRunner:
         self._num_slots = num_slots
         self._pass_tokens = pass_tokens
         self.prefill_chunk: int | None = prefill_chunk
-        self.cache = KVCache(make_store(self._adapter.cache_shape(num_slots, capacity)))
+        shape = self._adapter.cache_shape(num_slots, capacity)
+        if cache is not None and replace(shape, num_layers=cache.store.shape.num_layers) != cache.store.shape:
+            raise ValueError(f"the model needs a cache of {shape}, the one given is of {cache.store.shape}")
+        self.cache = KVCache(make_store(shape)) if cache is None else cache
 
     @property
     def model(self) -> PreTrainedModel:

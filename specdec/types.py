@@ -29,6 +29,18 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True)
+class Prospect:
+    """What drafting for a row would take.
+
+    Proposals of one `kind` cost alike and are accepted alike; `unread` tokens have to be read before the first one,
+    such as a prompt that a draft model has not seen.
+    """
+
+    kind: str = ""
+    unread: int = 0
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How the next token is chosen. `temperature=0` is greedy: the one-hot law of the largest logit.
 

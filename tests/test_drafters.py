@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from transformers import PreTrainedModel
 from specdec import ModelRunner
 from specdec.draft_length.fixed import FixedDraftLength
 from specdec.drafters.base import Drafter, DrafterContext, DrafterOptions
-from specdec.drafters.draft_model import DraftModelDrafter, DraftModelOptions
+from specdec.drafters.draft_model import CACHES, DraftModelDrafter, DraftModelOptions
 from specdec.drafters.fallback import FallbackOptions
 from specdec.drafters.layer_skip import LayerSkipOptions
 from specdec.drafters.prompt_lookup import PromptLookupDrafter, PromptLookupOptions
@@ -65,6 +66,7 @@ def build(name: str, model: PreTrainedModel, temperature: float = 0.0) -> Drafte
         Sampler(SamplingParams(temperature)),
         model,
         lambda weights: model,
+        ModelRunner(model, NUM_SLOTS, CAPACITY).cache,
     )
     return DRAFTERS[name].build(context)
 
@@ -343,7 +345,7 @@ def test_acceptance_of_a_known_pair_of_laws() -> None:
 
 
 def test_a_vocabulary_of_another_size_is_refused(model: PreTrainedModel) -> None:
-    context = DrafterContext(1, 20, 70, CPU, Sampler(SamplingParams()), model, lambda weights: model)
+    context = context_of(model, 70)
     with pytest.raises(ValueError, match=r"vocabulary of 61 tokens, the target one of 70"):
         DraftModelOptions().build(context)
 
@@ -355,10 +357,33 @@ def test_the_weight_format_is_the_callers_business(model: PreTrainedModel) -> No
         asked.append(weights)
         return model
 
-    context = DrafterContext(1, 20, VOCAB_SIZE, CPU, Sampler(SamplingParams()), model, load)
+    context = replace(context_of(model), load_draft_model=load)
     assert isinstance(DraftModelOptions("int4").build(context), DraftModelDrafter)
     DraftModelOptions().build(context)
     assert asked == ["int4", ""]
+
+
+def context_of(model: PreTrainedModel, vocab_size: int = VOCAB_SIZE) -> DrafterContext:
+    cache = ModelRunner(model, 1, 20).cache
+    return DrafterContext(
+        1, 20, vocab_size, CPU, Sampler(SamplingParams()), model, lambda weights: model, cache
+    )
+
+
+def test_a_copy_of_the_target_goes_on_from_its_cache_unless_told_otherwise(model: PreTrainedModel) -> None:
+    copy = replace(context_of(model), draft_is_target=True)
+    runners = {cache: DraftModelOptions(cache=cache).build(copy).runner for cache in CACHES}
+    shared = {cache: runner.cache.store is copy.target_cache.store for cache, runner in runners.items()}  # type: ignore[attr-defined]
+    assert shared == {"auto": True, "own": False, "target": True}
+
+
+def test_another_model_can_not_go_on_from_the_targets_cache(model: PreTrainedModel) -> None:
+    runner = DraftModelOptions().build(context_of(model)).runner
+    assert runner.cache.store is not context_of(model).target_cache.store  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"drafter\.cache=target.*expected auto or own"):
+        DraftModelOptions(cache="target").build(context_of(model))
+    with pytest.raises(ValueError, match=r"drafter\.cache=both: expected one of auto, own, target"):
+        DraftModelOptions(cache="both")
 
 
 # Prompt lookup

@@ -59,7 +59,8 @@ def test_costs_are_those_of_the_clock(num_slots: int) -> None:
     decode_ms, verify_ms = 1e3 * (DECODE_S + OVERHEAD_S), 1e3 * (VERIFY_S + OVERHEAD_S)
     draft_ms = 1e3 * DRAFT_SCALE * DECODE_S  # a pass per draft token, the prompt having been read before
     assert measure_costs(parts, 3, ENOUGH, clock) == PassCosts(
-        target=(decode_ms, verify_ms, verify_ms, verify_ms), draft=(0.0, draft_ms, 2 * draft_ms, 3 * draft_ms)
+        target=(decode_ms, verify_ms, verify_ms, verify_ms),
+        draft={"": (0.0, draft_ms, 2 * draft_ms, 3 * draft_ms)},
     )
     assert runner.lengths == draft.lengths == (0,) * num_slots
 
@@ -107,7 +108,7 @@ def test_a_copying_drafter_finds_something_to_copy() -> None:
     drafter = Noting(1, 3, CPU)
     clock = Clock()
     found = measure_costs(parts_of(SimulatedRunner(counting, VOCAB, 1, clock), drafter), 4, ENOUGH, clock)
-    assert found.draft == (0.0,) * 5
+    assert found.draft == {"": (0.0,) * 5}
     assert drafter.lengths == [length for length in range(5) for _ in range(TRIES + 1)]
 
 
@@ -139,7 +140,7 @@ def test_a_small_cache_holds_the_text(
     runner.prefill = noting  # type: ignore[method-assign]
     found = measure_costs(parts_of(runner, drafter, 2), num_drafted, capacity)
     assert reads == [length - 1]
-    assert (len(found.target), len(found.draft)) == (most + 1, most + 1)
+    assert (len(found.target), len(found.draft[""])) == (most + 1, most + 1)
     assert min(found.target) > 0
     assert runner.lengths == drafter.runner.lengths == (0, 0)
 

@@ -47,14 +47,18 @@ from specdec.drafters.suffix import SuffixOptions
 from specdec.draws import BlockDraws, KeyedDraws
 from specdec.progress import Row, StopTokens
 from specdec.sampling import Sampler
-from specdec.types import DraftProposal, GoOn, Phase, SamplingParams, StepOutput
+from specdec.types import DraftProposal, GoOn, Phase, Prospect, SamplingParams, StepOutput
 from specdec.verifiers.base import Verifier
 from specdec.verifiers.match import MatchVerifier
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 GREEDY = SamplingParams()
-DRAFTERS = ("same", "similar", "unrelated", "bad", "prompt_lookup", "suffix", "fallback", "layer_skip")
+DRAFTERS = (
+    *("same", "similar", "unrelated", "bad", "prompt_lookup", "suffix", "fallback", "layer_skip"),
+    # Draft models that go on from the target's cache.
+    *("shared_similar", "shared_bad", "shared_fallback"),
+)
 
 
 @cache
@@ -148,11 +152,11 @@ class RaggedLengths(DraftLength):
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
 
-    def limits(self, rows: Sequence[Row]) -> Sequence[int]:
+    def limits(self, rows: Sequence[Row], prospects: Sequence[Prospect]) -> Sequence[int]:
         return [(len(row.token_ids) * 5 + row.request.request_id) % (self.num_tokens + 1) for row in rows]
 
 
-def drafter_of(config: Configuration, sampler: Sampler) -> Drafter:
+def drafter_of(config: Configuration, sampler: Sampler, target_runner: ModelRunner) -> Drafter:
     options: dict[str, DrafterOptions] = {
         "prompt_lookup": PromptLookupOptions(),
         "suffix": SuffixOptions(),
@@ -160,7 +164,8 @@ def drafter_of(config: Configuration, sampler: Sampler) -> Drafter:
         "layer_skip": LayerSkipOptions(1),
     }
     target = target_model(config.family)
-    draft = "similar" if config.drafter in options else config.drafter
+    name = config.drafter.removeprefix("shared_")
+    draft = "similar" if name in options else name
     context = DrafterContext(
         config.num_slots,
         config.capacity,
@@ -169,8 +174,10 @@ def drafter_of(config: Configuration, sampler: Sampler) -> Drafter:
         sampler,
         target,
         lambda weights: draft_model(config.family, draft),
+        target_runner.cache,
+        draft_is_target=config.drafter.startswith("shared_"),
     )
-    return options.get(config.drafter, DraftModelOptions()).build(context)
+    return options.get(name, DraftModelOptions()).build(context)
 
 
 def run(
@@ -184,7 +191,9 @@ def run(
     decoder = build_decoder(
         runner,
         num_slots=config.num_slots,
-        drafter=drafter_of(config, Sampler(config.sampling, config.stop_ids)) if speculative else None,
+        drafter=drafter_of(config, Sampler(config.sampling, config.stop_ids), runner)
+        if speculative
+        else None,
         draft_length=RaggedLengths(config.draft_length) if config.ragged else length,
         verifier=verifier,
         sampler=sampler,
@@ -261,10 +270,11 @@ def test_sampled_texts_do_not_depend_on_slots_or_batch_mates(drafter: str) -> No
     texts = []
     for num_slots in (1, 2, 4):
         config = Configuration("llama", prompts, (12, 7, 15, 12), num_slots, drafter, 3, None, ())
+        runner = ModelRunner(target_model("llama"), num_slots, config.capacity)
         decoder = build_decoder(
-            ModelRunner(target_model("llama"), num_slots, config.capacity),
+            runner,
             num_slots=num_slots,
-            drafter=drafter_of(config, Sampler(SamplingParams(1.0))),
+            drafter=drafter_of(config, Sampler(SamplingParams(1.0)), runner),
             draft_length=3,
             temperature=1.0,
         )
@@ -468,7 +478,7 @@ class DraftsNowAndThen(FixedDraftLength):
         super().__init__(num_tokens)
         self.step = 0
 
-    def limits(self, rows: Sequence[Row]) -> Sequence[int]:
+    def limits(self, rows: Sequence[Row], prospects: Sequence[Prospect]) -> Sequence[int]:
         self.step += 1
         return [self.num_tokens if (self.step + row.request.request_id) % 5 == 0 else 0 for row in rows]
 

@@ -17,7 +17,7 @@ from specdec.drafters.base import Drafter
 from specdec.draws import BlockDraws, Draws, KeyedDraws, Keys, Purpose
 from specdec.enumeration import law_of, outcomes, total_variation
 from specdec.progress import Row
-from specdec.types import DraftProposal, GoOn, Law, Verification
+from specdec.types import DraftProposal, GoOn, Law, Prospect, Verification
 from specdec.verifiers.base import Verifier
 from specdec.verifiers.block import BlockOptions
 from specdec.verifiers.match import MatchOptions
@@ -353,7 +353,7 @@ class StopsWhenUnsure(DraftLength):
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
 
-    def limits(self, rows: Sequence[Row]) -> Sequence[int]:
+    def limits(self, rows: Sequence[Row], prospects: Sequence[Prospect]) -> Sequence[int]:
         return [2] * len(rows)
 
     def go_on(self, logits: Tensor, step: int) -> Sequence[bool]:

@@ -65,7 +65,7 @@ class SpeculativeDecoder(Decoder):
     def _limits(self, rows: Sequence[Row]) -> list[int]:
         # A step commits one token more than it accepts, so drafting the last allowed token is of no use; this
         # also keeps every draft position within the row's capacity.
-        wanted = self.draft_length.limits(rows)
+        wanted = self.draft_length.limits(rows, self.drafter.prospects(rows))
         return [min(limit, row.remaining - 1) for limit, row in zip(wanted, rows, strict=True)]
 
 

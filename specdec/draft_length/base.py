@@ -10,14 +10,15 @@ from torch import Tensor
 
 from specdec.costs import PassCosts
 from specdec.progress import Row
+from specdec.types import Prospect
 
 
 class DraftLength(ABC):
     """Decides before drafting (`limits`) and while drafting (`go_on`), per row; learns from what was accepted."""
 
     @abstractmethod
-    def limits(self, rows: Sequence[Row]) -> Sequence[int]:
-        """The most draft tokens for each row; 0 is plain decoding."""
+    def limits(self, rows: Sequence[Row], prospects: Sequence[Prospect]) -> Sequence[int]:
+        """The most draft tokens for each row, given what drafting would take; 0 is plain decoding."""
 
     def go_on(self, logits: Tensor, step: int) -> Sequence[bool]:
         """Per row: draw draft token number `step` from the draft model's `logits [B, V]`?

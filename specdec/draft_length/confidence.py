@@ -15,6 +15,7 @@ from torch import Tensor
 from specdec.costs import PassCosts
 from specdec.draft_length.base import DraftLength, DraftLengthOptions
 from specdec.progress import Row
+from specdec.types import Prospect
 
 
 class ConfidenceDraftLength(DraftLength):
@@ -24,7 +25,7 @@ class ConfidenceDraftLength(DraftLength):
         self.num_tokens = num_tokens
         self.min_prob = min_prob
 
-    def limits(self, rows: Sequence[Row]) -> Sequence[int]:
+    def limits(self, rows: Sequence[Row], prospects: Sequence[Prospect]) -> Sequence[int]:
         return [self.num_tokens] * len(rows)
 
     def go_on(self, logits: Tensor, step: int) -> Sequence[bool]:

@@ -3,8 +3,12 @@
 A step that drafts k tokens is expected to write 1 + first * (1 + next + ... + next^(k-1)) tokens, `first` being how
 often a row's first draft token stands and `next` how often one stands behind another that did; it takes the time of a
 proposal of k tokens and of a pass over k + 1. (Leviathan et al. 2023, section 3.4, choose one length for good, from one
-acceptance rate.) Both rates are learnt while decoding, recent tokens counting more, and shrunk towards those of all
-rows. Where drafting does not pay the length is 0, which is plain decoding; now and then a short draft asks again.
+acceptance rate.) Both rates are learnt while decoding, for each kind of proposal, recent tokens counting more, and
+shrunk towards those of all rows so far. Where drafting does not pay the length is 0, which is plain decoding; drafting
+is tried again when what that is expected to lose is a small share of the time that went by without.
+
+Lengths depend on what other rows accepted and on measured times: with a verifier that draws, a seed's text is then
+not the same from run to run (its law is); with `match`, and without temperature, it is.
 """
 
 from __future__ import annotations
@@ -15,38 +19,41 @@ from dataclasses import dataclass, field
 from specdec.costs import PassCosts
 from specdec.draft_length.base import DraftLength, DraftLengthOptions
 from specdec.progress import Row
+from specdec.types import Prospect
 
-# How much one judged token of the past weighs beside the newest, and how many tokens the rows' common rate counts as.
-MEMORY = 0.9
+# How much one judged token of the past weighs beside the newest: of a row, and of all rows together.
+ROW_MEMORY = 0.9
+COMMON_MEMORY = 0.99
+# How many tokens the rows' common rate counts as, beside a row's own.
 PRIOR_TOKENS = 4.0
 # What is believed before anything was judged: hopeful, so that drafting is tried.
 HOPE = 0.8
-# Plain steps before drafting is tried again: doubled after each failure.
-FIRST_WAIT, LONGEST_WAIT = 8, 64
-TRIAL_TOKENS = 2
+# What trials may lose of the time that plain steps took.
+TRIAL_FRAC = 0.02
 
 
 @dataclass
 class _Rate:
     """A share of successes that forgets."""
 
+    memory: float
     successes: float = 0.0
     trials: float = 0.0
 
     def add(self, success: bool) -> None:
-        self.successes = MEMORY * self.successes + success
-        self.trials = MEMORY * self.trials + 1
+        self.successes = self.memory * self.successes + success
+        self.trials = self.memory * self.trials + 1
 
     def shrunk_to(self, common: float) -> float:
         return (self.successes + PRIOR_TOKENS * common) / (self.trials + PRIOR_TOKENS)
 
 
-@dataclass
 class _Acceptance:
     """How often first draft tokens stand, and those behind one that stands."""
 
-    first: _Rate = field(default_factory=_Rate)
-    next: _Rate = field(default_factory=_Rate)
+    def __init__(self, memory: float) -> None:
+        self.first = _Rate(memory)
+        self.next = _Rate(memory)
 
     def add(self, drafted: int, accepted: int) -> None:
         for number in range(min(drafted, accepted + 1)):  # those behind a rejected one were not judged
@@ -55,9 +62,9 @@ class _Acceptance:
 
 @dataclass
 class _RowState:
-    acceptance: _Acceptance = field(default_factory=_Acceptance)
-    plain_steps: int = 0
-    wait: int = FIRST_WAIT
+    by_kind: dict[str, _Acceptance] = field(default_factory=dict)
+    kind: str = ""
+    plain_time: float = 0.0  # since drafting was last tried
 
 
 class CostModelDraftLength(DraftLength):
@@ -66,43 +73,52 @@ class CostModelDraftLength(DraftLength):
     def __init__(self, num_tokens: int, costs: PassCosts) -> None:
         self.num_tokens = num_tokens
         self.costs = costs
-        self._common = _Acceptance()
+        self._common: dict[str, _Acceptance] = {}
         self._rows: dict[int, _RowState] = {}
 
-    def limits(self, rows: Sequence[Row]) -> Sequence[int]:
+    def limits(self, rows: Sequence[Row], prospects: Sequence[Prospect]) -> Sequence[int]:
         self._forget_all_but(rows)
-        return [self._limit(self._rows.setdefault(row.request.request_id, _RowState())) for row in rows]
+        return [
+            self._limit(self._rows.setdefault(row.request.request_id, _RowState()), prospect, row.remaining)
+            for row, prospect in zip(rows, prospects, strict=True)
+        ]
 
     def accept(self, rows: Sequence[Row], drafted: Sequence[int], accepted: Sequence[int]) -> None:
         for row, num_drafted, num_accepted in zip(rows, drafted, accepted, strict=True):
             state = self._rows[row.request.request_id]
             if num_drafted:
-                state.plain_steps = 0
-                state.acceptance.add(num_drafted, num_accepted)
-                self._common.add(num_drafted, num_accepted)
+                state.plain_time = 0.0
+                for acceptance in self._acceptances(state):
+                    acceptance.add(num_drafted, num_accepted)
             else:
-                state.plain_steps += 1
+                state.plain_time += self.costs.plain
 
-    def best(self, first: float, following: float) -> int:
-        """The number of draft tokens with the most expected tokens per time; 0 where none pays."""
-        choices = range(1, self.num_tokens + 1)
-        best = max(
-            choices, key=lambda count: expected_tokens(count, first, following) / self.costs.step(count)
+    def best(self, first: float, following: float, kind: str = Prospect.kind) -> int:
+        """The number of draft tokens, at least 1, with the most expected tokens per time."""
+        return max(
+            range(1, self.num_tokens + 1),
+            key=lambda count: expected_tokens(count, first, following) / self.costs.step(count, kind),
         )
-        gain = expected_tokens(best, first, following) / self.costs.step(best)
-        return best if gain > 1 / self.costs.plain else 0
 
-    def _limit(self, state: _RowState) -> int:
-        first = state.acceptance.first.shrunk_to(self._common.first.shrunk_to(HOPE))
-        following = state.acceptance.next.shrunk_to(self._common.next.shrunk_to(HOPE))
-        best = self.best(first, following)
-        if best:
-            state.wait = FIRST_WAIT
+    def _limit(self, state: _RowState, prospect: Prospect, remaining: int) -> int:
+        state.kind = prospect.kind
+        own, common = self._acceptances(state)
+        first = own.first.shrunk_to(common.first.shrunk_to(HOPE))
+        following = own.next.shrunk_to(common.next.shrunk_to(HOPE))
+        best = self.best(first, following, prospect.kind)
+        tokens = expected_tokens(best, first, following)
+        gain = tokens * self.costs.plain - self.costs.step(best, prospect.kind)
+        reading = prospect.unread * self.costs.unread_token
+        if gain > 0 and gain * remaining / tokens > reading:  # such steps until the row is full
             return best
-        if state.plain_steps < state.wait:
-            return 0
-        state.wait = min(2 * state.wait, LONGEST_WAIT)
-        return min(TRIAL_TOKENS, self.num_tokens)
+        return best if reading - gain <= TRIAL_FRAC * state.plain_time else 0
+
+    def _acceptances(self, state: _RowState) -> tuple[_Acceptance, _Acceptance]:
+        """Of the row, and of all rows: with proposals of its present kind."""
+        return (
+            state.by_kind.setdefault(state.kind, _Acceptance(ROW_MEMORY)),
+            self._common.setdefault(state.kind, _Acceptance(COMMON_MEMORY)),
+        )
 
     def _forget_all_but(self, rows: Sequence[Row]) -> None:
         present = {row.request.request_id for row in rows}

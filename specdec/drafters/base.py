@@ -10,9 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.draws import BlockDraws
+from specdec.kv_cache import KVCache
 from specdec.progress import Row, Vacancy
 from specdec.sampling import Sampler
-from specdec.types import DraftProposal, GoOn, Verification
+from specdec.types import DraftProposal, GoOn, Prospect, Verification
 
 
 class Drafter(ABC):
@@ -38,6 +39,10 @@ class Drafter(ABC):
         proposing nothing.
         """
 
+    def prospects(self, rows: Sequence[Row]) -> Sequence[Prospect]:
+        """What the next proposal would take, per row: for whoever decides whether to ask for one."""
+        return [Prospect()] * len(rows)
+
     def vacate(self, vacancy: Vacancy) -> None:
         """A slot is empty, or the row of another slot moves into it."""
 
@@ -48,8 +53,9 @@ class DrafterContext:
 
     `target` is the target model itself, for drafters that use its modules. `load_draft_model(weights)` loads the
     draft model in a weight format named by the caller's registry; "" is the caller's default for that model. Raises
-    ValueError where no draft model is configured. `prefill_chunk` is the target's: tokens per prefill pass, None for
-    whole prompts.
+    ValueError where no draft model is configured. `target_cache` is the cache that the target's passes fill, and
+    `draft_is_target` says that the draft model is a copy of the target, which can go on from there. `prefill_chunk` is
+    the target's: tokens per prefill pass, None for whole prompts.
     """
 
     num_slots: int
@@ -59,6 +65,8 @@ class DrafterContext:
     sampler: Sampler
     target: PreTrainedModel
     load_draft_model: Callable[[str], PreTrainedModel]
+    target_cache: KVCache
+    draft_is_target: bool = False
     prefill_chunk: int | None = None
 
 

@@ -1,4 +1,7 @@
-"""Draft with a smaller or cheaper model that has a cache of its own (Leviathan et al. 2023, algorithm 1)."""
+"""Draft with a smaller or cheaper model (Leviathan et al. 2023, algorithm 1).
+
+It has a cache of its own, or goes on from the target's where it is a copy of it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ from specdec.draws import BlockDraws
 from specdec.progress import Row, Vacancy
 from specdec.runner import ModelRunner, Runner
 from specdec.sampling import Sampler
-from specdec.types import DraftProposal, GoOn, Law, Verification
+from specdec.types import DraftProposal, GoOn, Law, Prospect, Verification
+
+CACHES = ("auto", "own", "target")
 
 
 class DraftModelDrafter(Drafter):
@@ -60,6 +65,10 @@ class DraftModelDrafter(Drafter):
         held = self.runner.lengths
         self.runner.commit([min(length, held[slot]) for slot, length in enumerate(valid)])
 
+    def prospects(self, rows: Sequence[Row]) -> Sequence[Prospect]:
+        held = self.runner.lengths
+        return [Prospect(unread=len(row.token_ids) - 1 - held[row.slot]) for row in rows]
+
     def vacate(self, vacancy: Vacancy) -> None:
         self.runner.release(vacancy.slot)
         if vacancy.replacement is not None:
@@ -83,15 +92,33 @@ class DraftModelDrafter(Drafter):
 
 @dataclass
 class DraftModelOptions(DrafterOptions):
-    """`weights`: the draft model's weight format; empty: the default for that draft model."""
+    """`weights`: the draft model's weight format; empty: the default for that draft model.
+
+    `cache`: the draft model's `own`, or the `target`'s where the draft model is a copy of the target, which then has
+    nothing to read before it drafts; `auto` is the target's where that is possible.
+    """
 
     weights: str = ""
+    cache: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.cache not in CACHES:
+            raise ValueError(f"drafter.cache={self.cache}: expected one of {', '.join(CACHES)}")
 
     def build(self, context: DrafterContext) -> DraftModelDrafter:
+        if self.cache == "target" and not context.draft_is_target:
+            raise ValueError(
+                "drafter.cache=target: the draft model is no copy of the target; expected auto or own"
+            )
+        shares_cache = context.draft_is_target and self.cache != "own"
         model = context.load_draft_model(self.weights)
         try:
             runner = ModelRunner(
-                model, context.num_slots, context.capacity, prefill_chunk=context.prefill_chunk
+                model,
+                context.num_slots,
+                context.capacity,
+                prefill_chunk=context.prefill_chunk,
+                cache=context.target_cache.view() if shares_cache else None,
             )
         except ValueError as error:
             raise ValueError(f"the draft model can't be used: {error}") from error

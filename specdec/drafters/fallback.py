@@ -12,7 +12,7 @@ from specdec.drafters.draft_model import DraftModelDrafter, DraftModelOptions
 from specdec.drafters.prompt_lookup import PromptLookupDrafter, PromptLookupOptions
 from specdec.draws import BlockDraws
 from specdec.progress import Row, Vacancy
-from specdec.types import DraftProposal, GoOn, Law, Verification
+from specdec.types import DraftProposal, GoOn, Law, Prospect, Verification
 
 
 class FallbackDrafter(Drafter):
@@ -53,6 +53,13 @@ class FallbackDrafter(Drafter):
     def accept(self, rows: Sequence[Row], verification: Verification) -> None:
         self.model.accept(rows, verification)
 
+    def prospects(self, rows: Sequence[Row]) -> Sequence[Prospect]:
+        copies = self.lookup.copies(rows, [self.min_copied] * len(rows))
+        return [
+            Prospect("copy") if len(copy) == self.min_copied else prospect
+            for copy, prospect in zip(copies, self.model.prospects(rows), strict=True)
+        ]
+
     def vacate(self, vacancy: Vacancy) -> None:
         self.model.vacate(vacancy)
 
@@ -82,18 +89,22 @@ def _wide(token_ids: torch.Tensor, width: int) -> torch.Tensor:
 
 @dataclass
 class FallbackOptions(DrafterOptions):
-    """`weights`: the draft model's weight format; the rest is that of `prompt_lookup`."""
+    """`weights` and `cache` are those of `draft_model`; the rest is that of `prompt_lookup`."""
 
     min_copied: int = 2
     min_ngram: int = 2
     max_ngram: int = 4
     weights: str = ""
+    cache: str = "auto"
 
     def __post_init__(self) -> None:
+        DraftModelOptions(self.weights, self.cache)
         PromptLookupOptions(self.min_ngram, self.max_ngram)
         if self.min_copied < 1:
             raise ValueError(f"min_copied={self.min_copied}: expected at least 1")
 
     def build(self, context: DrafterContext) -> FallbackDrafter:
         lookup = PromptLookupOptions(self.min_ngram, self.max_ngram).build(context)
-        return FallbackDrafter(lookup, DraftModelOptions(self.weights).build(context), self.min_copied)
+        return FallbackDrafter(
+            lookup, DraftModelOptions(self.weights, self.cache).build(context), self.min_copied
+        )

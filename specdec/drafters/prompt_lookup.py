@@ -37,8 +37,11 @@ class PromptLookupDrafter(Drafter):
     def propose(
         self, rows: Sequence[Row], limits: Sequence[int], go_on: GoOn, draws: BlockDraws
     ) -> DraftProposal:
-        drafts = [self._continuation(row.token_ids, limit) for row, limit in zip(rows, limits, strict=True)]
-        return DraftProposal.certain(drafts, self.device)
+        return DraftProposal.certain(self.copies(rows, limits), self.device)
+
+    def copies(self, rows: Sequence[Row], limits: Sequence[int]) -> list[Sequence[int]]:
+        """What would be proposed, as token ids per row."""
+        return [self._continuation(row.token_ids, limit) for row, limit in zip(rows, limits, strict=True)]
 
     def _continuation(self, token_ids: Sequence[int], limit: int) -> Sequence[int]:
         if limit < 1:
