@@ -417,6 +417,7 @@ BAD_INPUT: dict[str, tuple[Any, tuple[str, ...]]] = {
     "missing file": (["workload.path=/nowhere.jsonl"], ("workload.path", "/nowhere.jsonl")),
     "empty workload": (_empty_workload, ("empty.jsonl", "no prompts")),
     "no batch": (["batch_size=0"], ("batch_size=0",)),
+    "top_k below 0": (["sampling.top_k=-1"], ("sampling.top_k=-1: expected at least 0",)),
     "temperature below 0": (["sampling.temperature=-1"], ("sampling.temperature=-1",)),
     "temperature that overflows": (["sampling.temperature=1e-40"], ("temperature=1e-40",)),
     "folder without a model": (_folder_without_model, ("model.target", "no_model")),
