@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from toy_clock import DECODE_S, OVERHEAD_S, VERIFY_S, Clock, SimulatedRunner
-from toy_engine import CPU, build_decoder, collect, model_drafter, requests_for
+from toy_engine import CPU, ToyRunner, build_decoder, collect, model_drafter, requests_for
 from toy_folders import repeating_prompts, save_model
 from toy_models import random_prompts, tiny_model
 
@@ -27,7 +27,7 @@ from specdec.draws import BlockDraws, KeyedDraws
 from specdec.progress import Row, StopTokens
 from specdec.runner import ModelRunner, Runner
 from specdec.sampling import Sampler
-from specdec.types import DraftProposal, GoOn, SamplingParams
+from specdec.types import DraftProposal, GoOn, Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 VOCAB = 16
@@ -111,6 +111,17 @@ def test_a_copying_drafter_finds_something_to_copy() -> None:
     assert drafter.lengths == [length for length in range(5) for _ in range(TRIES + 1)]
 
 
+def test_the_text_has_only_tokens_of_the_model() -> None:
+    size = 8
+    runner = ToyRunner(lambda text: [1 / size] * size, size, 1)
+    measure_costs(parts_of(runner, PromptLookupDrafter(1, 3, CPU)), 2, ENOUGH)
+    read = [token for _, rows in runner.passes for tokens in rows for token in tokens]
+    assert set(read) == set(range(size))
+    model = tiny_model(vocab_size=size)  # its embedding has no others
+    runner_and_drafter = ModelRunner(model, 1, 80), model_drafter(model, 1, 80)
+    assert min(measure_costs(parts_of(*runner_and_drafter), 2, 80).target) > 0
+
+
 @pytest.mark.parametrize("pass_tokens", [None, 8])
 @pytest.mark.parametrize(
     ("capacity", "num_drafted", "length", "most"),
@@ -185,3 +196,17 @@ def test_the_cost_model_gets_measured_costs_whatever_drafts(tmp_path: Path, draf
     found = collect(arms.strategy.decoding.build(parts).generate(requests_for(prompts, 16)))
     twin = arms.twin.decoding.build(build_parts(arms.twin, pool, settings))
     assert found == collect(twin.generate(requests_for(prompts, 16)))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_drafts_know_nothing_of_the_text_that_costs_are_measured_with(tmp_path: Path, shared: bool) -> None:
+    save_model(tmp_path / "target")
+    pool = ModelPool(ModelConfig(str(tmp_path / "target")), torch.float32, torch.device("cpu"))
+    overrides = ["strategy=suffix", f"drafter.shared={shared}", "draft_length=cost_model"]
+    settings = EngineSettings(1, 100, SamplingParams(), frozenset(), 0, StopTokens(), None)
+    parts = build_parts(arms_of(compose_run(overrides)).strategy, pool, settings)
+    assert parts.drafter is not None
+    row = Row(Request(0, (30, 3, 4, 5), 8), slot=0)  # its end stands in that text
+    draws = BlockDraws.of(parts.draws, [0], [4], CPU)
+    proposal = parts.drafter.propose([row], [3], lambda logits, step: [True], draws)
+    assert proposal.lengths == (0,)
