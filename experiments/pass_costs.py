@@ -24,13 +24,15 @@ def measure_costs(
 ) -> PassCosts:
     """Milliseconds of target passes over 1..K + 1 tokens, and of proposals of 0..K, for one row of a short text.
 
-    Caches hold `capacity` tokens: where that is less, the text is shorter, and at last K smaller. Leaves runner and
-    drafter as they were: empty.
+    Caches hold `capacity` tokens: where that is less, the text is shorter, and at last K smaller. Leaves the caches of
+    runner and drafter as they were: empty. But the drafter has seen that text, and may remember it for later ones: give
+    one that decodes nothing afterwards.
     """
     assert parts.drafter is not None
     length = max(2, min(CONTEXT, capacity - num_drafted))  # the cache holds all but its newest token
     num_drafted = min(num_drafted, capacity - length)
-    prompt = tuple(number % 16 for number in range(length))  # repeats itself: copying drafters find something
+    period = min(16, parts.runner.vocab_size)
+    prompt = tuple(number % period for number in range(length))  # copying drafters find something
     row = Row(Request(0, prompt, num_drafted + 2), slot=0)
     parts.runner.prefill([prompt[:-1]], [0])
     try:
