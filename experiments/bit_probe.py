@@ -22,7 +22,7 @@ def check_bits(runner: Runner, pass_tokens: int, num_slots: int, capacity: int) 
     """
     asked = min(pass_tokens, capacity - 1)
     context = min(CONTEXT, capacity - asked)
-    text = [(7 * number + 3) % 50 for number in range(context + asked)]
+    text = [(7 * number + 3) % 50 % runner.vocab_size for number in range(context + asked)]
     whole = _last_block(runner, text, context, num_slots, read_before=0)
     for place in range(1, asked):
         shifted = _last_block(runner, text, context, num_slots, read_before=place)

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 from scipy import stats
-from torch import Tensor
 
 from experiments.planted_faults import FAULTS, Fault
 from specdec.decoding.base import DecodingParts
 from specdec.decoding.speculative import SpeculativeDecoder
 from specdec.draft_length.base import DraftLength
+from specdec.draft_length.confidence import ConfidenceDraftLength
 from specdec.draft_length.fixed import FixedDraftLength
 from specdec.drafters.base import Drafter
 from specdec.drafters.draft_model import DraftModelDrafter
@@ -29,7 +29,7 @@ from specdec.enumeration import law_of, total_variation
 from specdec.law_runner import LawOf, LawRunner
 from specdec.progress import Row, StopTokens
 from specdec.sampling import Sampler
-from specdec.types import DraftProposal, Law, Prospect, Request, SamplingParams
+from specdec.types import DraftProposal, Law, Request, SamplingParams
 from specdec.verifiers.base import Verifier
 
 EXACT = 1e-9
@@ -153,7 +153,7 @@ def _deviations(fault: Fault, pairs: Sequence[Pair]) -> Iterator[float]:
         for width in range(1, len(pair.draft) + 1):
             for length in range(width + 1):
                 yield _one_step_deviation(fault, pair, width, length)
-    policies: list[DraftLength] = [FixedDraftLength(1), FixedDraftLength(2), _Unsure(0.55)]
+    policies: list[DraftLength] = [FixedDraftLength(1), FixedDraftLength(2), ConfidenceDraftLength(2, 0.55)]
     for policy in policies:
         for stop_ids in ((), (1,)):
             yield _decoder_deviation(fault, policy, stop_ids)
@@ -220,19 +220,6 @@ def _target_law(text: Sequence[int]) -> Sequence[float]:
 
 def _draft_law(text: Sequence[int]) -> Sequence[float]:
     return [[0.6, 0.4], [0.5, 0.5], [0.1, 0.9]][(2 * text[-1] + text[-2]) % 3]
-
-
-class _Unsure(DraftLength):
-    """Two tokens at most, and on only while the draft law is peaked: the length depends on the prefix."""
-
-    def __init__(self, threshold: float) -> None:
-        self.threshold = threshold
-
-    def limits(self, rows: Sequence[Row], prospects: Sequence[Prospect]) -> Sequence[int]:
-        return [2] * len(rows)
-
-    def go_on(self, logits: Tensor, step: int) -> Sequence[bool]:
-        return (logits.softmax(-1).amax(-1) >= self.threshold).tolist()
 
 
 def _decoder_deviation(fault: Fault, draft_length: DraftLength, stop_ids: Sequence[int]) -> float:

@@ -31,12 +31,15 @@ def measure_costs(
 ) -> PassCosts:
     """Milliseconds of target passes over 1..K + 1 tokens, and of proposals of 0..K, for one row of a short text.
 
-    Caches hold `capacity` tokens: where that is less, the text is shorter, and at last K smaller. Leaves runner and
-    drafter as they were: empty.
+    Caches hold `capacity` tokens: where that is less, the text is shorter, and at last K smaller. Leaves the caches of
+    runner and drafter as they were: empty. But the drafter has seen that text, and may remember it for later ones: give
+    one that decodes nothing afterwards.
     """
     length = max(2, min(CONTEXT, capacity - num_drafted))  # the cache holds all but its newest token
     num_drafted = min(num_drafted, capacity - length)
-    texts = [tuple(number % PERIOD for number in range(length)), tuple(range(length))]
+    vocab_size = parts.runner.vocab_size
+    period = min(PERIOD, vocab_size)
+    texts = [tuple(number % period for number in range(length)), tuple(range(min(length, vocab_size)))]
     target: list[float] = []
     draft: dict[str, tuple[float, ...]] = {}
     unread_token_ms = 0.0

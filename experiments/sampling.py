@@ -78,22 +78,24 @@ def check_token_ids(config: SamplingConfig, vocab_size: int) -> None:
 
 
 def sampling_params(config: SamplingConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
-    """Raises ValueError for a value out of range."""
-    return SamplingParams(
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        min_p=config.min_p,
-        typical_p=config.typical_p,
-        repetition_penalty=config.repetition_penalty,
-        frequency_penalty=config.frequency_penalty,
-        presence_penalty=config.presence_penalty,
-        logit_bias=tuple((int(token_id), bias) for token_id, bias in config.logit_bias),
-        bad_words=tuple(
-            dict.fromkeys(ids for word in config.bad_words for ids in _spellings(word, tokenizer))
-        ),
-        min_new_tokens=config.min_new_tokens,
-    )
+    """Raises ValueError for a value out of range, by the name it has on a command line."""
+    words = dict.fromkeys(ids for word in config.bad_words for ids in _spellings(word, tokenizer))
+    try:
+        return SamplingParams(
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+            typical_p=config.typical_p,
+            repetition_penalty=config.repetition_penalty,
+            frequency_penalty=config.frequency_penalty,
+            presence_penalty=config.presence_penalty,
+            logit_bias=tuple((int(token_id), bias) for token_id, bias in config.logit_bias),
+            bad_words=tuple(words),
+            min_new_tokens=config.min_new_tokens,
+        )
+    except ValueError as error:  # the engine knows no group that its parameters are in
+        raise ValueError(f"sampling.{error}") from error
 
 
 def _spellings(word: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:

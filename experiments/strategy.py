@@ -163,6 +163,7 @@ def build_parts(arm: Arm, pool: ModelPool, settings: EngineSettings) -> Decoding
         runner.cache,
         pool.draft_is_target,
         settings.prefill_chunk,
+        pool.target_copy,
     )
     parts = DecodingParts(
         runner,
@@ -170,12 +171,16 @@ def build_parts(arm: Arm, pool: ModelPool, settings: EngineSettings) -> Decoding
         KeyedDraws(settings.seed),
         settings.stop_rule,
         settings.num_slots,
-        drafter=None if arm.drafter is None else arm.drafter.build(context),
         verifier=None if arm.verifier is None else arm.verifier.build(),
     )
-    if arm.draft_length is None:
+    if arm.drafter is None:
         return parts
     costs = None
     if arm.draft_length.needs_costs:
-        costs = measure_costs(parts, arm.draft_length.max, settings.capacity)
-    return dataclasses.replace(parts, draft_length=arm.draft_length.build(costs))
+        # With a drafter of its own: one that remembers texts must not know the one that this is measured with.
+        throwaway = dataclasses.replace(parts, drafter=arm.drafter.build(context))
+        costs = measure_costs(throwaway, arm.draft_length.max, settings.capacity)
+        del throwaway  # and its cache, before there is another
+    return dataclasses.replace(
+        parts, drafter=arm.drafter.build(context), draft_length=arm.draft_length.build(costs)
+    )

@@ -38,6 +38,10 @@ class TimedRunner:
         return self._runner.device
 
     @property
+    def vocab_size(self) -> int:
+        return self._runner.vocab_size
+
+    @property
     def prefill_chunk(self) -> int | None:
         return self._runner.prefill_chunk
 

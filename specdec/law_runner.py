@@ -21,6 +21,7 @@ class LawRunner:
 
     def __init__(self, law_of: LawOf, vocab_size: int, num_slots: int) -> None:
         self.law_of = law_of
+        self.vocab_size = vocab_size
         self.prefill_chunk: int | None = None
         self._arbitrary = torch.full((vocab_size,), -torch.inf, dtype=torch.float64)
         self._arbitrary[-1] = 0.0

@@ -26,6 +26,11 @@ class Runner(Protocol):
     def device(self) -> torch.device: ...
 
     @property
+    def vocab_size(self) -> int:
+        """V: token ids are below it, and logits are so wide."""
+        ...
+
+    @property
     def prefill_chunk(self) -> int | None:
         """Tokens per prefill pass; None where a prompt is read in one."""
         ...

@@ -51,6 +51,16 @@ def test_logits_that_do_not_are_promised() -> None:
     assert {len(tokens[0]) for verb, tokens in runner.passes if verb == "prefill"} == {CONTEXT}
 
 
+def test_the_text_has_only_tokens_of_the_model() -> None:
+    size = 8
+    runner = ToyRunner(lambda text: [1 / size] * size, size, 2)
+    check_bits(runner, 5, 2, 100)
+    read = [token for _, rows in runner.passes for tokens in rows for token in tokens]
+    assert set(read) == set(range(size))
+    model = tiny_model(vocab_size=size)  # its embedding has no others
+    check_bits(ModelRunner(model, 1, 20, pass_tokens=4), 4, 1, 20)
+
+
 @pytest.mark.parametrize("capacity", [2, 3, 5, 8, 9, 20, 31, 32, 60])
 def test_the_text_fits_the_cache(capacity: int) -> None:
     model = tiny_model(dtype=torch.bfloat16, hidden_size=64, intermediate_size=64)

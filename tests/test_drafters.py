@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -384,6 +385,25 @@ def test_another_model_can_not_go_on_from_the_targets_cache(model: PreTrainedMod
         DraftModelOptions(cache="target").build(context_of(model))
     with pytest.raises(ValueError, match=r"drafter\.cache=both: expected one of auto, own, target"):
         DraftModelOptions(cache="both")
+
+
+@pytest.mark.parametrize("kind", [DraftModelOptions, FallbackOptions])
+def test_a_copy_of_the_target_is_asked_for_as_such(model: PreTrainedModel, kind: Any) -> None:
+    asked: list[str] = []
+
+    def load(weights: str) -> PreTrainedModel:
+        asked.append(weights)
+        return model
+
+    def refuse(weights: str) -> PreTrainedModel:
+        raise AssertionError("another model was asked for")
+
+    basis = replace(context_of(model), load_draft_model=refuse)
+    kind(weights="int4", model="target").build(replace(basis, load_target_copy=load))
+    assert asked == ["int4"]
+    kind(weights="int4").build(replace(basis, load_draft_model=load, load_target_copy=refuse))
+    with pytest.raises(ValueError, match=r"drafter\.model=target: .* pass the model itself"):
+        kind(model="target").build(basis)
 
 
 # Prompt lookup

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from toy_clock import DECODE_S, OVERHEAD_S, VERIFY_S, Clock, SimulatedRunner
-from toy_engine import CPU, build_decoder, collect, model_drafter, requests_for
+from toy_clock import DECODE_S, OVERHEAD_S, PREFILL_S_PER_TOKEN, VERIFY_S, Clock, SimulatedRunner
+from toy_engine import CPU, ToyRunner, build_decoder, collect, model_drafter, requests_for
 from toy_folders import repeating_prompts, save_model
-from toy_models import random_prompts, tiny_model
+from toy_models import VOCAB_SIZE, random_prompts, tiny_model
 
 from experiments import pass_costs
 from experiments.config import ModelConfig, compose_run
@@ -22,12 +23,13 @@ from specdec.decoding.base import DecodingParts
 from specdec.draft_length.cost_model import CostModelDraftLength
 from specdec.drafters.base import Drafter
 from specdec.drafters.draft_model import DraftModelDrafter
+from specdec.drafters.fallback import FallbackDrafter
 from specdec.drafters.prompt_lookup import PromptLookupDrafter
 from specdec.draws import BlockDraws, KeyedDraws
 from specdec.progress import Row, StopTokens
 from specdec.runner import ModelRunner, Runner
 from specdec.sampling import Sampler
-from specdec.types import DraftProposal, GoOn, SamplingParams
+from specdec.types import DraftProposal, GoOn, Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 VOCAB = 16
@@ -61,6 +63,7 @@ def test_costs_are_those_of_the_clock(num_slots: int) -> None:
     assert measure_costs(parts, 3, ENOUGH, clock) == PassCosts(
         target=(decode_ms, verify_ms, verify_ms, verify_ms),
         draft={"": (0.0, draft_ms, 2 * draft_ms, 3 * draft_ms)},
+        unread_token=1e3 * DRAFT_SCALE * PREFILL_S_PER_TOKEN,
     )
     assert runner.lengths == draft.lengths == (0,) * num_slots
 
@@ -74,12 +77,29 @@ def test_every_pass_reads_what_it_says() -> None:
         *[("decode", 1)] * (TRIES + 1),
         *[("verify", 2)] * (TRIES + 1),
         *[("verify", 3)] * (TRIES + 1),
+        ("prefill", VOCAB - 1),  # the text that does not repeat itself
     ]
     (_, (read,)), *drafted = draft.passes
     assert read == prompt
-    # The newest token is read in each proposal, as between two steps of a text.
-    assert [verb for verb, _ in drafted] == ["decode"] * (TRIES + 1) * (1 + 2)
-    assert {len(tokens[0]) for _, tokens in drafted} == {1}
+    # The newest token is read in each proposal, as between two steps of a text; then all of it, for the first one.
+    assert [verb for verb, _ in drafted] == [
+        *["decode"] * (TRIES + 1) * (1 + 2),
+        *["prefill", "decode"] * (TRIES + 1),
+    ]
+    assert {len(tokens[0]) for verb, tokens in drafted if verb == "decode"} == {1}
+    assert {tokens for verb, tokens in drafted if verb == "prefill"} == {(prompt,)}
+
+
+def test_a_drafter_that_copies_or_asks_a_model_has_costs_of_both() -> None:
+    clock = Clock()
+    runner, draft, parts = simulated(clock)
+    assert isinstance(parts.drafter, DraftModelDrafter)
+    fallback = FallbackDrafter(PromptLookupDrafter(2, 4, CPU), parts.drafter, min_copied=2)
+    found = measure_costs(replace(parts, drafter=fallback), 2, ENOUGH, clock)
+    draft_ms = 1e3 * DRAFT_SCALE * DECODE_S
+    assert found.draft == {"copy": (0.0, 0.0, 0.0), "": (0.0, draft_ms, 2 * draft_ms)}
+    assert found.unread_token == 1e3 * DRAFT_SCALE * PREFILL_S_PER_TOKEN
+    assert runner.lengths == draft.lengths == (0,)
 
 
 def test_the_first_pass_and_a_slow_one_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +132,17 @@ def test_a_copying_drafter_finds_something_to_copy() -> None:
     assert drafter.lengths == [length for length in range(5) for _ in range(TRIES + 1)]
 
 
+def test_the_text_has_only_tokens_of_the_model() -> None:
+    size = 8
+    runner = ToyRunner(lambda text: [1 / size] * size, size, 1)
+    measure_costs(parts_of(runner, PromptLookupDrafter(1, 3, CPU)), 2, ENOUGH)
+    read = [token for _, rows in runner.passes for tokens in rows for token in tokens]
+    assert set(read) == set(range(size))
+    model = tiny_model(vocab_size=size)  # its embedding has no others
+    runner_and_drafter = ModelRunner(model, 1, 80), model_drafter(model, 1, 80)
+    assert min(measure_costs(parts_of(*runner_and_drafter), 2, 80).target) > 0
+
+
 @pytest.mark.parametrize("pass_tokens", [None, 8])
 @pytest.mark.parametrize(
     ("capacity", "num_drafted", "length", "most"),
@@ -139,7 +170,7 @@ def test_a_small_cache_holds_the_text(
 
     runner.prefill = noting  # type: ignore[method-assign]
     found = measure_costs(parts_of(runner, drafter, 2), num_drafted, capacity)
-    assert reads == [length - 1]
+    assert reads == [length - 1, min(length, VOCAB_SIZE) - 1]
     assert (len(found.target), len(found.draft[""])) == (most + 1, most + 1)
     assert min(found.target) > 0
     assert runner.lengths == drafter.runner.lengths == (0, 0)
@@ -181,8 +212,25 @@ def test_the_cost_model_gets_measured_costs_whatever_drafts(tmp_path: Path, draf
     parts = build_parts(arms.strategy, pool, settings)
     assert isinstance(parts.draft_length, CostModelDraftLength)
     costs = parts.draft_length.costs
-    assert (len(costs.target), len(costs.draft)) == (4, 4)
+    assert set(costs.draft) == ({"", "copy"} if drafter == "fallback" else {""})
+    assert {len(times) for times in (costs.target, *costs.draft.values())} == {4}
+    # None of these has a text to read: the draft is a copy of the target, or none.
+    assert costs.unread_token == 0.0
     prompts = repeating_prompts([6])
     found = collect(arms.strategy.decoding.build(parts).generate(requests_for(prompts, 16)))
     twin = arms.twin.decoding.build(build_parts(arms.twin, pool, settings))
     assert found == collect(twin.generate(requests_for(prompts, 16)))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_drafts_know_nothing_of_the_text_that_costs_are_measured_with(tmp_path: Path, shared: bool) -> None:
+    save_model(tmp_path / "target")
+    pool = ModelPool(ModelConfig(str(tmp_path / "target")), torch.float32, torch.device("cpu"))
+    overrides = ["strategy=suffix", f"drafter.shared={shared}", "draft_length=cost_model"]
+    settings = EngineSettings(1, 100, SamplingParams(), frozenset(), 0, StopTokens(), None)
+    parts = build_parts(arms_of(compose_run(overrides)).strategy, pool, settings)
+    assert parts.drafter is not None
+    row = Row(Request(0, (30, 3, 4, 5), 8), slot=0)  # its end stands in that text
+    draws = BlockDraws.of(parts.draws, [0], [4], CPU)
+    proposal = parts.drafter.propose([row], [3], lambda logits, step: [True], draws)
+    assert proposal.lengths == (0,)

@@ -404,6 +404,10 @@ BAD_INPUT: dict[str, tuple[Any, tuple[str, ...]]] = {
         [f"workload.max_new_tokens={CONTEXT_LENGTH}"],
         ("prompt 2", f"{2 * max(PROMPT_LENGTHS)} tokens", f"context of {CONTEXT_LENGTH}"),
     ),
+    "a draft model where the target drafts": (
+        ["strategy=self_int4", "model.draft=some/folder"],
+        ("model.draft=some/folder", "drafter.model=target", "drafter.model=draft"),
+    ),
     "draft of another vocabulary size": (_other_size, ("model.draft", "37", "61")),
     "draft of another vocabulary": (_other_words, ("model.draft", "another vocabulary")),
     "draft of an unknown family": (
@@ -417,6 +421,7 @@ BAD_INPUT: dict[str, tuple[Any, tuple[str, ...]]] = {
     "missing file": (["workload.path=/nowhere.jsonl"], ("workload.path", "/nowhere.jsonl")),
     "empty workload": (_empty_workload, ("empty.jsonl", "no prompts")),
     "no batch": (["batch_size=0"], ("batch_size=0",)),
+    "top_k below 0": (["sampling.top_k=-1"], ("sampling.top_k=-1: expected at least 0",)),
     "temperature below 0": (["sampling.temperature=-1"], ("sampling.temperature=-1",)),
     "temperature that overflows": (["sampling.temperature=1e-40"], ("temperature=1e-40",)),
     "folder without a model": (_folder_without_model, ("model.target", "no_model")),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,7 @@ from experiments.point import PreparedPoint, prepare
 from experiments.sampling import FirstOf, StopStrings, sampling_params, stop_ids, stop_rule
 from experiments.strategy import build_decoder
 from specdec.progress import StopTokens
-from specdec.types import Phase, StepOutput
+from specdec.types import Phase, SamplingParams, StepOutput
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NEW_TOKENS = 24
@@ -239,6 +239,18 @@ def test_biases_reach_the_logits(root: Path) -> None:
     assert answers(root, *overrides) == answers(root, *overrides, arm="strategy") == [[5] * NEW_TOKENS]
 
 
+def names_of(kind: type) -> set[str]:
+    return {one.name for one in fields(kind)}
+
+
+def test_the_configuration_has_the_engines_settings_and_those_of_stops() -> None:
+    assert names_of(SamplingConfig) == names_of(SamplingParams) | {"stop", "stop_token_ids", "ignore_eos"}
+
+
+def test_the_configuration_has_the_engines_defaults() -> None:
+    assert sampling_params(SamplingConfig(), byte_tokenizer()) == SamplingParams()
+
+
 def test_every_setting_reaches_the_engine(root: Path) -> None:
     given = {
         "temperature": 0.5,
@@ -251,6 +263,9 @@ def test_every_setting_reaches_the_engine(root: Path) -> None:
         "presence_penalty": -0.5,
         "min_new_tokens": 3,
     }
+    assert {*given, "logit_bias", "bad_words"} == names_of(
+        SamplingParams
+    )  # the two that are not copied as they are
     settings = point(root, *(f"sampling.{name}={value}" for name, value in given.items())).settings
     assert {name: getattr(settings.sampling, name) for name in given} == given
     assert settings.sampling == replace(settings.sampling, logit_bias=(), bad_words=())
@@ -281,17 +296,17 @@ def test_a_sampled_run_with_everything_on_ends(root: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "words_of_refusal"),
     [
-        ("top_k=-1", r"top_k=-1: expected at least 0"),
-        ("top_p=0", r"top_p=0.0: expected a number above 0, at most 1"),
-        ("top_p=1.5", r"top_p=1.5: expected a number above 0, at most 1"),
-        ("top_p=nan", r"top_p=nan: expected"),
-        ("min_p=1.5", r"min_p=1.5: expected a number from 0 to 1"),
-        ("typical_p=0", r"typical_p=0.0: expected"),
-        ("repetition_penalty=0", r"repetition_penalty=0.0: expected a finite number above 0"),
-        ("frequency_penalty=inf", r"frequency_penalty=inf: expected a finite number"),
-        ("presence_penalty=nan", r"presence_penalty=nan: expected a finite number"),
-        ("min_new_tokens=-1", r"min_new_tokens=-1: expected at least 0"),
-        ("temperature=1e-40", r"temperature=1e-40: expected 0 "),
+        ("top_k=-1", r"sampling.top_k=-1: expected at least 0"),
+        ("top_p=0", r"sampling.top_p=0.0: expected a number above 0, at most 1"),
+        ("top_p=1.5", r"sampling.top_p=1.5: expected a number above 0, at most 1"),
+        ("top_p=nan", r"sampling.top_p=nan: expected"),
+        ("min_p=1.5", r"sampling.min_p=1.5: expected a number from 0 to 1"),
+        ("typical_p=0", r"sampling.typical_p=0.0: expected"),
+        ("repetition_penalty=0", r"sampling.repetition_penalty=0.0: expected a finite number above 0"),
+        ("frequency_penalty=inf", r"sampling.frequency_penalty=inf: expected a finite number"),
+        ("presence_penalty=nan", r"sampling.presence_penalty=nan: expected a finite number"),
+        ("min_new_tokens=-1", r"sampling.min_new_tokens=-1: expected at least 0"),
+        ("temperature=1e-40", r"sampling.temperature=1e-40: expected 0 "),
         ("temperature=-1", r"sampling.temperature=-1.0: expected"),
         ("logit_bias=[[5]]", r"sampling.logit_bias=\[\[5\]\]: expected pairs"),
         ("logit_bias=[5]", r"sampling.logit_bias=\[5\]: expected pairs"),
@@ -308,7 +323,7 @@ def test_a_sampled_run_with_everything_on_ends(root: Path) -> None:
     ],
 )
 def test_what_is_out_of_range_is_named(root: Path, override: str, words_of_refusal: str) -> None:
-    with pytest.raises(ValueError, match=words_of_refusal) as caught:
+    with pytest.raises(ValueError, match=f"^{words_of_refusal}") as caught:
         point(root, f"sampling.{override}")
     assert "\n" not in str(caught.value)
 

@@ -13,11 +13,12 @@ from torch import Tensor
 from toy_engine import CPU, ToyRunner, build_decoder, collect, requests_for, toy_drafter
 
 from specdec.draft_length.base import DraftLength
+from specdec.draft_length.confidence import ConfidenceDraftLength
 from specdec.drafters.base import Drafter
 from specdec.draws import BlockDraws, Draws, KeyedDraws, Keys, Purpose
 from specdec.enumeration import law_of, outcomes, total_variation
 from specdec.progress import Row
-from specdec.types import DraftProposal, GoOn, Law, Prospect, Verification
+from specdec.types import DraftProposal, GoOn, Law, Verification
 from specdec.verifiers.base import Verifier
 from specdec.verifiers.block import BlockOptions
 from specdec.verifiers.match import MatchOptions
@@ -347,19 +348,6 @@ def text_law(
     return texts
 
 
-class StopsWhenUnsure(DraftLength):
-    """Goes on while the draft law is peaked: the length depends on the prefix, never on a token it may drop."""
-
-    def __init__(self, threshold: float) -> None:
-        self.threshold = threshold
-
-    def limits(self, rows: Sequence[Row], prospects: Sequence[Prospect]) -> Sequence[int]:
-        return [2] * len(rows)
-
-    def go_on(self, logits: Tensor, step: int) -> Sequence[bool]:
-        return (logits.softmax(-1).amax(-1) >= self.threshold).tolist()
-
-
 def whole_decoder(
     num_tokens: int,
     *,
@@ -406,7 +394,7 @@ def test_the_decoders_law_over_more_blocks() -> None:
 
 
 def test_the_decoders_law_when_drafting_stops_by_the_prefix() -> None:
-    run = whole_decoder(4, binary=True, draft_length=StopsWhenUnsure(0.55))
+    run = whole_decoder(4, binary=True, draft_length=ConfidenceDraftLength(2, 0.55))
     assert whole_deviation(run, 4, binary=True) < EXACT
 
 

@@ -18,6 +18,7 @@ from specdec.runner import ModelRunner, Runner
 from specdec.sampling import Sampler
 from specdec.types import DraftProposal, GoOn, Law, Prospect, Verification
 
+MODELS = ("draft", "target")
 CACHES = ("auto", "own", "target")
 
 
@@ -94,31 +95,37 @@ class DraftModelDrafter(Drafter):
 class DraftModelOptions(DrafterOptions):
     """`weights`: the draft model's weight format; empty: the default for that draft model.
 
+    `model`: `draft` is the draft model, or where none is configured a copy of the target; `target` is that copy, and no
+    draft model may be configured.
     `cache`: the draft model's `own`, or the `target`'s where the draft model is a copy of the target, which then has
     nothing to read before it drafts; `auto` is the target's where that is possible.
     """
 
     weights: str = ""
+    model: str = "draft"
     cache: str = "auto"
 
     def __post_init__(self) -> None:
+        if self.model not in MODELS:
+            raise ValueError(f"drafter.model={self.model}: expected {' or '.join(MODELS)}")
         if self.cache not in CACHES:
             raise ValueError(f"drafter.cache={self.cache}: expected one of {', '.join(CACHES)}")
 
     def build(self, context: DrafterContext) -> DraftModelDrafter:
-        if self.cache == "target" and not context.draft_is_target:
+        is_copy = context.draft_is_target or self.model == "target"
+        if self.cache == "target" and not is_copy:
             raise ValueError(
                 "drafter.cache=target: the draft model is no copy of the target; expected auto or own"
             )
-        shares_cache = context.draft_is_target and self.cache != "own"
-        model = context.load_draft_model(self.weights)
+        load = context.load_target_copy if self.model == "target" else context.load_draft_model
+        model = load(self.weights)
         try:
             runner = ModelRunner(
                 model,
                 context.num_slots,
                 context.capacity,
                 prefill_chunk=context.prefill_chunk,
-                cache=context.target_cache.view() if shares_cache else None,
+                cache=context.target_cache.view() if is_copy and self.cache != "own" else None,
             )
         except ValueError as error:
             raise ValueError(f"the draft model can't be used: {error}") from error

@@ -89,22 +89,24 @@ def _wide(token_ids: torch.Tensor, width: int) -> torch.Tensor:
 
 @dataclass
 class FallbackOptions(DrafterOptions):
-    """`weights` and `cache` are those of `draft_model`; the rest is that of `prompt_lookup`."""
+    """`weights`, `model` and `cache` are those of `draft_model`, the n-grams those of `prompt_lookup`."""
 
     min_copied: int = 2
     min_ngram: int = 2
     max_ngram: int = 4
     weights: str = ""
+    model: str = "draft"
     cache: str = "auto"
 
     def __post_init__(self) -> None:
-        DraftModelOptions(self.weights, self.cache)
+        self._for_model()
         PromptLookupOptions(self.min_ngram, self.max_ngram)
         if self.min_copied < 1:
             raise ValueError(f"min_copied={self.min_copied}: expected at least 1")
 
     def build(self, context: DrafterContext) -> FallbackDrafter:
         lookup = PromptLookupOptions(self.min_ngram, self.max_ngram).build(context)
-        return FallbackDrafter(
-            lookup, DraftModelOptions(self.weights, self.cache).build(context), self.min_copied
-        )
+        return FallbackDrafter(lookup, self._for_model().build(context), self.min_copied)
+
+    def _for_model(self) -> DraftModelOptions:
+        return DraftModelOptions(self.weights, self.model, self.cache)
