@@ -103,6 +103,24 @@ def console_rows(result: ComparisonResult) -> Rows:
     return found
 
 
+def category_rows(result: ComparisonResult) -> Rows:
+    """Decode speed-ups, one column per candidate and one row per category of prompts; empty for one category."""
+    if not result.by_category:
+        return []
+    found = [["category", *result.speedups]]
+    for category, ratios in result.by_category.items():
+        found.append([category, *(ratio_text(ratios[label]) for label in result.speedups)])
+    return found
+
+
+def category_lines(result: ComparisonResult) -> Iterator[str]:
+    """One line per candidate, without intervals."""
+    for label in result.speedups if result.by_category else ():
+        found = {category: ratios[label] for category, ratios in result.by_category.items()}
+        values = [f"{category} {ratio.value:.2f}x" for category, ratio in found.items() if ratio is not None]
+        yield f"{label}, decode by category: {', '.join(values)}"
+
+
 def verdict_lines(result: ComparisonResult) -> list[str]:
     """One line per candidate."""
     return [verdict_line(result, label) for label in result.comparison.candidates]
@@ -143,6 +161,7 @@ def notes(result: ComparisonResult) -> list[str]:
     prompt_ids = [prompt.prompt_id for prompt in result.comparison.shared.prompts]
     one_dtype = "no shares of what the machine can do: arms differ in dtype"
     return [
+        *category_lines(result),
         *_mismatch_lines(result, prompt_ids),
         *_excluded_lines(result, prompt_ids),
         *_step_lines(result),
@@ -164,9 +183,11 @@ def markdown(result: ComparisonResult) -> str:
     """The whole report."""
     lines = [line.split(maxsplit=1) for line in setting_lines(result.comparison)]
     setting = paragraphs([f"**{what}** {rest}" for what, rest in lines])
+    categories = category_rows(result)
+    by_category = f"## Decode speed-up by category\n\n{markdown_table(categories)}\n\n" if categories else ""
     return (
         f"# Against {result.comparison.baseline}\n\n{paragraphs(verdict_lines(result))}\n\n"
-        f"{markdown_table(rows(result))}\n\n{paragraphs(notes(result))}\n\n## Setting\n\n{setting}\n"
+        f"{markdown_table(rows(result))}\n\n{by_category}{paragraphs(notes(result))}\n\n## Setting\n\n{setting}\n"
     )
 
 
@@ -186,6 +207,10 @@ def metrics(result: ComparisonResult) -> dict[str, float]:
     for label, ratios in result.speedups.items():
         for what, ratio in vars(ratios).items():
             found.update(ratio_metrics(f"compare/{names[label]}.{what}", ratio))
+    categories = metric_names(result.by_category)
+    for category, speedups in result.by_category.items():
+        for label, ratio in speedups.items():
+            found.update(ratio_metrics(f"compare/{names[label]}.decode.{categories[category]}", ratio))
     return found
 
 

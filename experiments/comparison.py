@@ -17,7 +17,7 @@ from experiments.hardware import Remember, measure_anew
 from experiments.memory import MemoryProbeError, ProcessMemory, measure_memory
 from experiments.models import LoadedModels
 from experiments.point import PreparedPoint, prepare
-from experiments.statistics import Speedups
+from experiments.statistics import Ratio, Speedups
 from experiments.strategy import Arm, again_of, build_parts
 
 # What makes texts or times of two arms comparable.
@@ -138,6 +138,30 @@ class ComparisonResult:
             label: statistics.speedups(self.measured.timelines_of(label), reference)
             for label in self.comparison.candidates
             if label not in self.measured.failures
+        }
+
+    @cached_property
+    def by_category(self) -> dict[str, dict[str, Ratio | None]]:
+        """Decode speed-ups by category of the prompts, then by candidate; empty where there is one category only."""
+        categories: dict[str, set[int]] = {}
+        for number, prompt in enumerate(self.comparison.shared.prompts):
+            categories.setdefault(prompt.category, set()).add(number)
+        arms = {
+            label: self.measured.timelines_of(label) for label in (self.comparison.baseline, *self.speedups)
+        }
+
+        def speedup(label: str, numbers: set[int]) -> Ratio | None:
+            arm, reference = (
+                {unit: timeline for unit, timeline in arms[name].items() if unit[0] in numbers}
+                for name in (label, self.comparison.baseline)
+            )
+            return statistics.decode_speedup(arm, reference)
+
+        if len(categories) < 2:
+            return {}
+        return {
+            category: {label: speedup(label, numbers) for label in self.speedups}
+            for category, numbers in categories.items()
         }
 
     def verdict(self, label: str) -> str:

@@ -231,6 +231,9 @@ def test_without_ceilings_or_overhead_there_are_no_shares_or_parts() -> None:
 def test_cached_bytes_are_the_most_of_both_models() -> None:
     metrics = two_arms().metrics_of("specdec")
     assert metrics["memory/kv_mib"] == (11 * 1_000_000 + 8 * 500_000) / MIB
+    arms = two_arms()
+    shared = {**arms.footprints, "specdec": replace(arms.footprints["specdec"], draft_has_own_cache=False)}
+    assert replace(arms, footprints=shared).metrics_of("specdec")["memory/kv_mib"] == 11 * 1_000_000 / MIB
     assert metrics["memory/kv_bytes_per_token"] == 1_000_000
     assert (metrics["memory/weights_mib"], metrics["memory/kv_allocated_mib"]) == (128, 32)
     assert metrics["memory/quantized_share"] == 0.25
@@ -407,3 +410,19 @@ def test_a_draft_of_the_targets_own_layers_stores_nothing_more() -> None:
     model = tiny_model("llama")
     runners = [ModelRunner(model, 1, 8), ModelRunner(without_layers(model, 1), 1, 8)]
     assert bench._footprint(*runners).weights_bytes == bench._footprint(runners[0]).weights_bytes
+
+
+def test_a_draft_on_the_targets_cache_keeps_nothing_of_its_own() -> None:
+    model = tiny_model("llama")
+    target = ModelRunner(model, 1, 8)
+    whole = bench._footprint(target, ModelRunner(model, 1, 8, cache=target.cache.view()))
+    half = bench._footprint(target, ModelRunner(without_layers(model, 1), 1, 8, cache=target.cache.view(1)))
+    for found in (whole, half):
+        assert found.kv_allocated_bytes == target.cache.store.allocated_bytes()
+        assert not found.draft_has_own_cache
+        assert found.draft is not None
+    assert whole.draft == whole.target
+    # But its passes read what its layers hold.
+    assert half.draft is not None
+    assert 2 * half.draft.kv_bytes_per_token == half.target.kv_bytes_per_token
+    assert 2 * half.draft.attention_width == half.target.attention_width

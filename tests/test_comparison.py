@@ -32,6 +32,7 @@ from experiments.load import ForeignLoad
 from experiments.measure import measure
 from experiments.memory import MemoryProbeError
 from experiments.models import ModelSource
+from experiments.report import ratio_text
 from experiments.statistics import FASTER, NO_DIFFERENCE, SLOWER, TOO_FEW, Ratio
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -355,6 +356,39 @@ def test_few_pairs_have_a_ratio_but_no_interval(prepared: Prepare) -> None:
 
 
 # --- failures
+
+
+def test_speed_ups_by_category_are_those_of_its_prompts(root: Path, prepared: Prepare) -> None:
+    file = save_prompts(root / "categories.jsonl", repeating_prompts(LENGTHS), ["odd one", "even"])
+    shared = [f"workload.path={file}", "measure.repeats=3"]
+    found = quiet(measure_comparison(prepared(LOOKUP, shared=shared)))
+    ours, reference = (found.measured.timelines_of(label) for label in (LOOKUP, "baseline"))
+    texts: dict[str, Ratio | None] = {}
+    for category, parity in (("odd one", 0), ("even", 1)):
+        assert found.by_category[category] == {
+            LOOKUP: statistics.decode_speedup(
+                {unit: timeline for unit, timeline in ours.items() if unit[0] % 2 == parity}, reference
+            )
+        }
+        texts[category] = found.by_category[category][LOOKUP]
+    assert list(found.by_category) == ["odd one", "even"]
+    assert texts["odd one"] != texts["even"]
+    assert compare_report.category_rows(found) == [
+        ["category", LOOKUP],
+        *([category, ratio_text(ratio)] for category, ratio in texts.items()),
+    ]
+    (line,) = compare_report.category_lines(found)
+    assert line in compare_report.notes(found)
+    metrics = compare_report.metrics(found)
+    for category in ("odd_one", "even"):
+        assert f"compare/prompt_lookup_draft_length.max_3.decode.{category}.ci_low" in metrics
+    assert "## Decode speed-up by category" in compare_report.markdown(found)
+
+
+def test_one_category_has_no_table(result: ComparisonResult) -> None:
+    assert result.by_category == {}
+    assert compare_report.category_rows(result) == list(compare_report.category_lines(result)) == []
+    assert "by category" not in compare_report.markdown(result)
 
 
 def test_a_candidate_that_cannot_be_built_leaves_the_others(prepared: Prepare) -> None:

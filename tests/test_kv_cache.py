@@ -196,3 +196,42 @@ def test_live_bytes_follow_the_lengths() -> None:
     assert cache.live_bytes == 700
     cache.roll_back([1, 1])
     assert cache.live_bytes == 200
+
+
+# --- a view: the same buffer, lengths of its own
+
+
+def test_a_view_goes_on_where_its_owner_is_and_forgets_what_it_wrote() -> None:
+    cache = cache_with([5, 3, 0])
+    view = cache.view()
+    assert (view.store, view.lengths) == (cache.store, [5, 3, 0])
+    view.advance(view.layout(0, [2, 1], 2))
+    assert (view.lengths, cache.lengths) == ([7, 4, 0], [5, 3, 0])
+    view.roll_back([6, 4])
+    assert view.lengths == [6, 4, 0]
+    cache.roll_back([5, 2])  # what is ahead stays ahead until it is rolled back too
+    view.roll_back([5, 2])
+    assert view.lengths == cache.lengths == [5, 2, 0]
+
+
+def test_a_view_can_not_forget_what_its_owner_holds() -> None:
+    view = cache_with([5, 3, 0]).view()
+    view.roll_back([1, 1])
+    assert view.lengths == [5, 3, 0]
+
+
+def test_a_view_never_seals_moves_or_releases_what_is_stored() -> None:
+    cache = cache_with([5, 3, 2])
+    view = cache.view()
+    view.advance(view.layout(0, [1, 1, 1], 1))
+    view.commit()
+    view.release(0)
+    view.move(2, 1)
+    store = cache.store
+    assert isinstance(store, RecordingStore)
+    assert store.commits == store.moves == store.released == []
+    assert view.lengths == cache.lengths == [5, 3, 2]
+
+
+def test_a_view_of_some_layers_says_so() -> None:
+    assert (cache_with([0] * 3).view().num_layers, cache_with([0] * 3).view(1).num_layers) == (2, 1)

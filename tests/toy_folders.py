@@ -36,9 +36,14 @@ def save_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
     return folder
 
 
-def save_prompts(file: Path, prompts: Sequence[Sequence[int]]) -> Path:
-    """A file for `workload=jsonl`."""
-    lines = [json.dumps({"prompt": words(prompt)}) for prompt in prompts]
+def save_prompts(
+    file: Path, prompts: Sequence[Sequence[int]], categories: Sequence[str] | None = None
+) -> Path:
+    """A file for `workload=jsonl`, in which categories take turns where there are any."""
+    lines = []
+    for number, prompt in enumerate(prompts):
+        category = {} if categories is None else {"category": categories[number % len(categories)]}
+        lines.append(json.dumps({"prompt": words(prompt), **category}))
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return file
 
