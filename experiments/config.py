@@ -172,6 +172,7 @@ class RunConfig:
             "at least 1",
         )
         self._check_decoding()
+        self._check_draft_model()
         self._check_exactness()
 
     def _check_exactness(self) -> None:
@@ -182,6 +183,13 @@ class RunConfig:
             width,
             f"at least {drafted + 1}, one more than draft_length.max",
         )
+
+    def _check_draft_model(self) -> None:
+        if getattr(self.drafter, "model", None) == "target" and self.model.draft is not None:
+            raise ValueError(
+                f"model.draft={self.model.draft}: strategy={self.strategy} drafts with a copy of the target "
+                "(drafter.model=target); expected model.draft=null, or drafter.model=draft"
+            )
 
     def _check_decoding(self) -> None:
         parts = {"drafter": self.drafter, "verifier": self.verifier, "draft_length": self.draft_length}

@@ -121,9 +121,12 @@ class ModelPool:
         return self._get(self._target, weights, "weights")
 
     def draft(self, weights_name: str) -> PreTrainedModel:
-        """The draft model in a weight format (its name, or "" for `draft_weights_name`)."""
-        weights = plugins.default_options("weights", weights_name or self.default_draft_weights)
-        return self._get(self._draft or self._target, weights, "drafter.weights")
+        """The draft model in a weight format (its name, or "" for `default_draft_weights`)."""
+        return self._drafting(self._draft or self._target, weights_name or self.default_draft_weights)
+
+    def target_copy(self, weights_name: str) -> PreTrainedModel:
+        """The target as a draft model, in a weight format (its name, or "" for the default of such copies)."""
+        return self._drafting(self._target, weights_name or SELF_DRAFT_WEIGHTS)
 
     @property
     def default_draft_weights(self) -> str:
@@ -139,6 +142,9 @@ class ModelPool:
     def draft_revision(self) -> str | None:
         """The same of a draft model."""
         return getattr(self.draft_config, "_commit_hash", None)
+
+    def _drafting(self, source: ModelSource, weights_name: str) -> PreTrainedModel:
+        return self._get(source, plugins.default_options("weights", weights_name), "drafter.weights")
 
     def _get(self, source: ModelSource, weights: Any, setting: str) -> PreTrainedModel:
         key = f"{source.name}@{source.revision} {self.dtype} {self.device} {weights}"

@@ -161,6 +161,7 @@ def build_parts(arm: Arm, pool: ModelPool, settings: EngineSettings) -> Decoding
         runner.model,
         pool.draft,
         settings.prefill_chunk,
+        pool.target_copy,
     )
     parts = DecodingParts(
         runner,

@@ -110,6 +110,36 @@ def test_values_have_their_types(override: str, expected: object) -> None:
     assert type(value) is type(expected)
 
 
+SELF_DRAFTS = ["self_int4", "self_int8", "self_nf4"]
+
+
+@pytest.mark.parametrize("preset", SELF_DRAFTS)
+def test_a_preset_that_drafts_with_the_target_takes_no_draft_model(preset: str) -> None:
+    config = compose_run([f"strategy={preset}"])
+    assert (config.drafter.model, config.model.draft) == ("target", None)
+    assert config.drafter.weights != "plain"
+    for order in (
+        [f"strategy={preset}", "model.draft=some/folder"],
+        ["model.draft=a/b", f"strategy={preset}"],
+    ):
+        with pytest.raises(ValueError, match=r"^model\.draft=[\w/]+: .*drafter\.model=target") as caught:
+            compose_run(order)
+        assert "\n" not in str(caught.value)
+    # Said otherwise, it is the draft model in that format.
+    other = compose_run([f"strategy={preset}", "model.draft=a/b", "drafter.model=draft"])
+    assert (other.model.draft, other.drafter.weights) == ("a/b", config.drafter.weights)
+
+
+@pytest.mark.parametrize("drafter", ["draft_model", "fallback"])
+def test_whatever_drafts_with_a_model_may_take_the_target(drafter: str) -> None:
+    overrides = ["strategy=specdec", f"drafter={drafter}", "model.draft=some/folder"]
+    assert compose_run(overrides).drafter.model == "draft"
+    with pytest.raises(ValueError, match=r"model\.draft=some/folder"):
+        compose_run([*overrides, "drafter.model=target"])
+    with pytest.raises(ValueError, match=r"drafter\.model=copy: expected draft or target"):
+        compose_run([*overrides, "drafter.model=copy"])
+
+
 # --- what is refused
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -359,6 +360,25 @@ def test_the_weight_format_is_the_callers_business(model: PreTrainedModel) -> No
     assert isinstance(DraftModelOptions("int4").build(context), DraftModelDrafter)
     DraftModelOptions().build(context)
     assert asked == ["int4", ""]
+
+
+@pytest.mark.parametrize("kind", [DraftModelOptions, FallbackOptions])
+def test_a_copy_of_the_target_is_asked_for_as_such(model: PreTrainedModel, kind: Any) -> None:
+    asked: list[str] = []
+
+    def load(weights: str) -> PreTrainedModel:
+        asked.append(weights)
+        return model
+
+    def refuse(weights: str) -> PreTrainedModel:
+        raise AssertionError("another model was asked for")
+
+    basis = (1, 20, VOCAB_SIZE, CPU, Sampler(SamplingParams()), model)
+    kind(weights="int4", model="target").build(DrafterContext(*basis, refuse, load_target_copy=load))
+    assert asked == ["int4"]
+    kind(weights="int4").build(DrafterContext(*basis, load, load_target_copy=refuse))
+    with pytest.raises(ValueError, match=r"drafter\.model=target: .* pass the model itself"):
+        kind(model="target").build(DrafterContext(*basis, refuse))
 
 
 # Prompt lookup

@@ -60,6 +60,12 @@ def test_a_target_that_drafts_for_itself_in_its_own_format_is_one_model(root: Pa
     assert pool.draft("plain") is pool.target(options("plain"))
 
 
+def test_a_copy_of_the_target_is_one_whatever_draft_model_there_is(root: Path) -> None:
+    pool = pool_of(root, draft="draft")
+    assert pool.target_copy("plain") is pool.target(options("plain"))
+    assert pool.target_copy("plain") is not pool.draft("plain")
+
+
 def test_a_self_draft_is_quantized_by_default_and_a_draft_model_is_not(root: Path) -> None:
     assert pool_of(root).default_draft_weights == "bnb_nf4"
     assert pool_of(root, draft="draft").default_draft_weights == "plain"

@@ -404,6 +404,10 @@ BAD_INPUT: dict[str, tuple[Any, tuple[str, ...]]] = {
         [f"workload.max_new_tokens={CONTEXT_LENGTH}"],
         ("prompt 2", f"{2 * max(PROMPT_LENGTHS)} tokens", f"context of {CONTEXT_LENGTH}"),
     ),
+    "a draft model where the target drafts": (
+        ["strategy=self_int4", "model.draft=some/folder"],
+        ("model.draft=some/folder", "drafter.model=target", "drafter.model=draft"),
+    ),
     "draft of another vocabulary size": (_other_size, ("model.draft", "37", "61")),
     "draft of another vocabulary": (_other_words, ("model.draft", "another vocabulary")),
     "draft of an unknown family": (

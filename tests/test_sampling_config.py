@@ -263,7 +263,9 @@ def test_every_setting_reaches_the_engine(root: Path) -> None:
         "presence_penalty": -0.5,
         "min_new_tokens": 3,
     }
-    assert {*given, "logit_bias", "bad_words"} == names_of(SamplingParams)  # the two that are not copied as they are
+    assert {*given, "logit_bias", "bad_words"} == names_of(
+        SamplingParams
+    )  # the two that are not copied as they are
     settings = point(root, *(f"sampling.{name}={value}" for name, value in given.items())).settings
     assert {name: getattr(settings.sampling, name) for name in given} == given
     assert settings.sampling == replace(settings.sampling, logit_bias=(), bad_words=())

@@ -42,13 +42,20 @@ class Drafter(ABC):
         """A slot is empty, or the row of another slot moves into it."""
 
 
+def _no_copies(weights: str) -> PreTrainedModel:
+    raise ValueError(
+        "drafter.model=target: there are no weight formats to copy to; pass the model itself as drafter"
+    )
+
+
 @dataclass(frozen=True)
 class DrafterContext:
     """What a drafter may build on.
 
     `target` is the target model itself, for drafters that use its modules. `load_draft_model(weights)` loads the
     draft model in a weight format named by the caller's registry; "" is the caller's default for that model. Raises
-    ValueError where no draft model is configured. `prefill_chunk` is the target's: tokens per prefill pass, None for
+    ValueError where no draft model is configured. `load_target_copy(weights)` is the same of the target, whatever draft
+    model there is. `prefill_chunk` is the target's: tokens per prefill pass, None for
     whole prompts.
     """
 
@@ -60,6 +67,7 @@ class DrafterContext:
     target: PreTrainedModel
     load_draft_model: Callable[[str], PreTrainedModel]
     prefill_chunk: int | None = None
+    load_target_copy: Callable[[str], PreTrainedModel] = _no_copies
 
 
 @dataclass

@@ -15,6 +15,8 @@ from specdec.runner import ModelRunner, Runner
 from specdec.sampling import Sampler
 from specdec.types import DraftProposal, GoOn, Law, Verification
 
+MODELS = ("draft", "target")
+
 
 class DraftModelDrafter(Drafter):
     """Draws each draft token from the draft model's law, one pass per token.
@@ -83,12 +85,22 @@ class DraftModelDrafter(Drafter):
 
 @dataclass
 class DraftModelOptions(DrafterOptions):
-    """`weights`: the draft model's weight format; empty: the default for that draft model."""
+    """`weights`: the draft model's weight format; empty: the default for that draft model.
+
+    `model`: `draft` is the draft model, or where none is configured a copy of the target; `target` is that copy, and no
+    draft model may be configured.
+    """
 
     weights: str = ""
+    model: str = "draft"
+
+    def __post_init__(self) -> None:
+        if self.model not in MODELS:
+            raise ValueError(f"drafter.model={self.model}: expected {' or '.join(MODELS)}")
 
     def build(self, context: DrafterContext) -> DraftModelDrafter:
-        model = context.load_draft_model(self.weights)
+        load = context.load_target_copy if self.model == "target" else context.load_draft_model
+        model = load(self.weights)
         try:
             runner = ModelRunner(
                 model, context.num_slots, context.capacity, prefill_chunk=context.prefill_chunk

@@ -82,18 +82,22 @@ def _wide(token_ids: torch.Tensor, width: int) -> torch.Tensor:
 
 @dataclass
 class FallbackOptions(DrafterOptions):
-    """`weights`: the draft model's weight format; the rest is that of `prompt_lookup`."""
+    """`weights` and `model` are those of `draft_model`, the n-grams those of `prompt_lookup`."""
 
     min_copied: int = 2
     min_ngram: int = 2
     max_ngram: int = 4
     weights: str = ""
+    model: str = "draft"
 
     def __post_init__(self) -> None:
+        DraftModelOptions(self.weights, self.model)
         PromptLookupOptions(self.min_ngram, self.max_ngram)
         if self.min_copied < 1:
             raise ValueError(f"min_copied={self.min_copied}: expected at least 1")
 
     def build(self, context: DrafterContext) -> FallbackDrafter:
         lookup = PromptLookupOptions(self.min_ngram, self.max_ngram).build(context)
-        return FallbackDrafter(lookup, DraftModelOptions(self.weights).build(context), self.min_copied)
+        return FallbackDrafter(
+            lookup, DraftModelOptions(self.weights, self.model).build(context), self.min_copied
+        )
