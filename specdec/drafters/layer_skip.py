@@ -59,5 +59,6 @@ class LayerSkipOptions(DrafterOptions):
             context.num_slots,
             context.capacity,
             prefill_chunk=context.prefill_chunk,
+            vocab_size=context.vocab_size,
         )
         return DraftModelDrafter(runner, context.sampler)
