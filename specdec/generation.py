@@ -99,7 +99,7 @@ def generate_steps(
         return iter(())
     slots = len(requests) if num_slots is None else num_slots
     capacity = max(request.max_length for request in requests)
-    if isinstance(drafter, PreTrainedModel) and vocab_size is None:
+    if drafter is not None and not isinstance(drafter, DrafterOptions) and vocab_size is None:
         _check_same_width(model, drafter)
     runner = ModelRunner(model, slots, capacity, vocab_size=vocab_size)
     stop_ids = end_of_text_ids(model) if stop_token_ids is None else stop_token_ids

@@ -58,8 +58,7 @@ class DrafterContext:
     `target` is the target model itself, for drafters that use its modules. `load_draft_model(weights)` loads the
     draft model in a weight format named by the caller's registry; "" is the caller's default for that model. Raises
     ValueError where no draft model is configured. `load_target_copy(weights)` is the same of the target, whatever draft
-    model there is. `prefill_chunk` is the target's: tokens per prefill pass, None for
-    whole prompts.
+    model there is. `prefill_chunk` is the target's: tokens per prefill pass, None for whole prompts.
     """
 
     num_slots: int
