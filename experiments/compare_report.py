@@ -30,6 +30,7 @@ from experiments.report import (
     threads,
     time_line,
     variant,
+    vocabulary_lines,
     workload_line,
 )
 from experiments.statistics import FASTER, SLOWER, TOO_FEW, Ratio, excluded_units
@@ -65,6 +66,7 @@ def setting_lines(comparison: PreparedComparison) -> list[str]:
         *([f"model      {model}"] if model else []),
         f"machine    {config.device}, {threads(config.threads)}",
         workload_line(comparison.shared),
+        *dict.fromkeys(line for point in comparison.points.values() for line in vocabulary_lines(point)),
     ]
 
 

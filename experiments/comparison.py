@@ -231,7 +231,7 @@ def prepare_comparison(
         if points:
             _check_comparable(spec.label, point, next(iter(points.values())))
         points[_unused(spec.label, points)] = point
-    return PreparedComparison(points)
+    return PreparedComparison(_cut_alike(points))
 
 
 def measure_comparison(
@@ -323,6 +323,20 @@ def _check_comparable(label: str, point: PreparedPoint, baseline: PreparedPoint)
         raise ValueError(
             f"arm '{label}' reads other tokens than the baseline: compare arms of one vocabulary"
         )
+
+
+def _cut_alike(points: Mapping[str, PreparedPoint]) -> dict[str, PreparedPoint]:
+    """Arms of one target have laws over the same tokens, also where only one of them has a draft model to mind."""
+    widths: dict[tuple[str, str | None], int] = {}
+    for point in points.values():
+        target = (point.config.model.target, point.config.model.revision)
+        widths[target] = min(point.vocab_size, widths.get(target, point.vocab_size))
+    return {
+        label: dataclasses.replace(
+            point, vocab_size=widths[point.config.model.target, point.config.model.revision]
+        )
+        for label, point in points.items()
+    }
 
 
 def _same_engine(point: PreparedPoint, other: PreparedPoint) -> bool:

@@ -87,8 +87,8 @@ LoadedModels = dict[str, PreTrainedModel]
 class ModelPool:
     """The models of one run, each loaded once: arms that share a target share its weights.
 
-    Pools that are given the same `loaded` share models too. Raises ValueError when the draft model's vocabulary is
-    not the target's.
+    Pools that are given the same `loaded` share models too. Raises ValueError when the draft model's tokens are not the
+    target's; the width of its logits may be another.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class ModelPool:
         if self._draft is not None:
             self.draft_config = self._draft.config()
             self.configs[f"{self._draft.role}={self._draft.name}"] = self.draft_config
-            self._check_vocabulary(self._draft, self.draft_config.vocab_size)
+            self._check_vocabulary(self._draft)
         self._loaded: LoadedModels = {} if loaded is None else loaded
 
     def target(self, weights: Any) -> PreTrainedModel:
@@ -127,6 +127,11 @@ class ModelPool:
     def target_copy(self, weights_name: str) -> PreTrainedModel:
         """The target as a draft model, in a weight format (its name, or "" for the default of such copies)."""
         return self._drafting(self._target, weights_name or SELF_DRAFT_WEIGHTS)
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens both models have logits for: all laws are over them, padding of the wider one is cut."""
+        return min(config.vocab_size for config in self.configs.values())
 
     @property
     def default_draft_weights(self) -> str:
@@ -161,19 +166,22 @@ class ModelPool:
                 raise ValueError(f"{setting}={weights.name}: {error}") from error
         return self._loaded[key]
 
-    def _check_vocabulary(self, draft: ModelSource, draft_size: int) -> None:
-        target_size = self.target_config.vocab_size
-        if target_size != draft_size:
-            raise ValueError(
-                f"model.draft={draft.name} has a vocabulary of {draft_size} tokens, the target one of {target_size}: "
-                "draft and target must have the same"
-            )
+    def _check_vocabulary(self, draft: ModelSource) -> None:
+        target_width, draft_width = self.target_config.vocab_size, self.draft_config.vocab_size
+        widths = f"logits for {draft_width} tokens there, {target_width} here"
         theirs, ours = draft.tokenizer().get_vocab(), self.tokenizer.get_vocab()
         if theirs != ours:
             token = next(token for token in sorted({*theirs, *ours}) if theirs.get(token) != ours.get(token))
             raise ValueError(
                 f"model.draft={draft.name} has another vocabulary than the target: "
-                f"token {token!r} is {theirs.get(token)} there, {ours.get(token)} here"
+                f"token {token!r} is {theirs.get(token)} there, {ours.get(token)} here ({widths})"
+            )
+        beyond = [token for token, token_id in ours.items() if token_id >= self.vocab_size]
+        if target_width != draft_width and beyond:
+            token = min(beyond, key=lambda token: ours[token])
+            raise ValueError(
+                f"model.draft={draft.name} has not all tokens in common with the target: {widths}, "
+                f"but token {token!r} is {ours[token]}"
             )
 
 

@@ -27,7 +27,8 @@ from specdec.types import Request
 class PreparedPoint:
     """A point that is ready to be measured; nothing heavy is loaded yet.
 
-    `config` has every `auto` resolved. `requests` are in the order of `prompts`, their ids are indices.
+    `config` has every `auto` resolved. `requests` are in the order of `prompts`, their ids are indices. All laws are
+    over the first `vocab_size` tokens.
     """
 
     config: RunConfig
@@ -36,6 +37,7 @@ class PreparedPoint:
     prompts: Sequence[Prompt]
     requests: Sequence[Request]
     tokenize_ms: float
+    vocab_size: int
 
     @property
     def blocks(self) -> list[Sequence[Request]]:
@@ -65,6 +67,7 @@ class PreparedPoint:
             seed=config.seed,
             stop_rule=stop_rule(config.sampling, end_of_text, tokenizer),
             prefill_chunk=config.prefill_chunk,
+            vocab_size=self.vocab_size,
         )
 
     def entry(self, arm: Arm) -> Entry:
@@ -114,8 +117,8 @@ def prepare(config: RunConfig, loaded: LoadedModels | None = None) -> PreparedPo
     if pool.draft_revision:
         config = replace(config, model=replace(config.model, draft_revision=pool.draft_revision))
     sampling_params(config.sampling, pool.tokenizer)  # refuses what is out of range
-    check_token_ids(config.sampling, pool.target_config.vocab_size)
-    prompts = config.workload.load(WorkloadContext(pool.target_config.vocab_size, config.seed))
+    check_token_ids(config.sampling, pool.vocab_size)
+    prompts = config.workload.load(WorkloadContext(pool.vocab_size, config.seed))
     start_s = time.perf_counter()
     encoded = [encode(prompt, pool.tokenizer) for prompt in prompts]
     tokenize_ms = 1e3 * (time.perf_counter() - start_s) / len(prompts)
@@ -124,7 +127,7 @@ def prepare(config: RunConfig, loaded: LoadedModels | None = None) -> PreparedPo
         for index, token_ids in enumerate(encoded)
     ]
     _check_fits(pool, prompts, requests)
-    return PreparedPoint(config, arms_of(config), pool, prompts, requests, tokenize_ms)
+    return PreparedPoint(config, arms_of(config), pool, prompts, requests, tokenize_ms, pool.vocab_size)
 
 
 def _check_fits(pool: ModelPool, prompts: Sequence[Prompt], requests: Sequence[Request]) -> None:

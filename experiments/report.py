@@ -52,6 +52,21 @@ def plan_lines(point: PreparedPoint) -> list[str]:
         f"model      {config.model.target}{draft}",
         f"machine    {config.device}, {config.dtype}, {threads(config.threads)}",
         workload_line(point),
+        *vocabulary_lines(point),
+    ]
+
+
+def vocabulary_lines(point: PreparedPoint) -> list[str]:
+    """What is cut where models have logits of different widths."""
+    cut = [
+        f"{model} has {config.vocab_size}"
+        for model, config in point.pool.configs.items()
+        if config.vocab_size > point.vocab_size
+    ]
+    if not cut:
+        return []
+    return [
+        f"vocabulary {point.vocab_size} tokens, which all models have logits for; the rest is cut: {', '.join(cut)}"
     ]
 
 

@@ -120,7 +120,7 @@ def again_of(arm: Arm) -> Arm:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What all arms of a run share."""
+    """What all arms of a run share. `vocab_size`: laws are over so many tokens; None: the target's own width."""
 
     num_slots: int
     capacity: int
@@ -129,6 +129,7 @@ class EngineSettings:
     seed: int
     stop_rule: StopRule
     prefill_chunk: int | None
+    vocab_size: int | None = None
 
 
 def build_decoder(arm: Arm, pool: ModelPool, settings: EngineSettings) -> Decoder:
@@ -147,6 +148,7 @@ def build_parts(arm: Arm, pool: ModelPool, settings: EngineSettings) -> Decoding
         settings.capacity,
         prefill_chunk=settings.prefill_chunk,
         pass_tokens=arm.pass_tokens,
+        vocab_size=settings.vocab_size,
         make_store=arm.kv.build,
     )
     if arm.pass_tokens is not None:

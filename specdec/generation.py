@@ -35,6 +35,7 @@ def generate(
     seed: int = 0,
     stop_token_ids: Collection[int] | None = None,
     num_slots: int | None = None,
+    vocab_size: int | None = None,
 ) -> list[list[int]]:
     """Answer prompts of token ids: the new tokens of each, in the prompts' order.
 
@@ -47,6 +48,8 @@ def generate(
         processors: applied to the logits behind the built-in ones; see `specdec.user_processors` for transformers'.
         stop_token_ids: an answer ends with the first of them; default: the model's end-of-text ids.
         num_slots: rows decoded together; more prompts wait. Default: all prompts.
+        vocab_size: laws are over the first so many tokens: needed where target and draft model have the same tokens,
+            but logits that are padded to different widths. Default: the model's own.
 
     Raises:
         ValueError: an unknown model family, a text beyond the model's context, a draft model of another
@@ -64,6 +67,7 @@ def generate(
         seed=seed,
         stop_token_ids=stop_token_ids,
         num_slots=num_slots,
+        vocab_size=vocab_size,
     )
     answers: list[list[int]] = [[] for _ in prompts]
     for step in steps:
@@ -85,6 +89,7 @@ def generate_steps(
     seed: int = 0,
     stop_token_ids: Collection[int] | None = None,
     num_slots: int | None = None,
+    vocab_size: int | None = None,
 ) -> Iterator[StepOutput]:
     """Like `generate`, one `StepOutput` per pass of the target; request ids are the prompts' indices."""
     if draft_length < 1:
@@ -94,7 +99,9 @@ def generate_steps(
         return iter(())
     slots = len(requests) if num_slots is None else num_slots
     capacity = max(request.max_length for request in requests)
-    runner = ModelRunner(model, slots, capacity)
+    if drafter is not None and not isinstance(drafter, DrafterOptions) and vocab_size is None:
+        _check_same_width(model, drafter)
+    runner = ModelRunner(model, slots, capacity, vocab_size=vocab_size)
     stop_ids = end_of_text_ids(model) if stop_token_ids is None else stop_token_ids
     sampler = Sampler(SamplingParams(temperature) if sampling is None else sampling, stop_ids, processors)
     stop_rule = StopTokens(stop_ids)
@@ -131,6 +138,16 @@ def _token_ids(index: int, prompt: object) -> tuple[int, ...]:
             f"prompt {index} is {prompt!r}: expected a list of prompts, each a list of token ids (tokenize text first)"
         )
     return tuple(prompt)  # type: ignore[arg-type]
+
+
+def _check_same_width(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    """Without tokenizers nothing else tells another vocabulary from a padded one."""
+    ours, theirs = target.config.vocab_size, draft.config.vocab_size
+    if ours != theirs:
+        raise ValueError(
+            f"the draft model has a vocabulary of {theirs} tokens, the target one of {ours}: they must be the same; "
+            "where only padding differs, vocab_size says how many tokens both have"
+        )
 
 
 def _drafter_options(

@@ -79,17 +79,25 @@ def check_supported(config: Any, num_tokens: int) -> None:
 class HFAdapter:
     """One Hugging Face decoder as a function of (tokens, layout, store).
 
-    Raises ValueError for a model that `check_supported` refuses, and for one in training mode.
+    Args:
+        vocab_size: logits are cut to so many tokens, the first ones: a model's logits may be padded beyond what its
+            tokenizer knows. None: they are left whole.
+
+    Raises ValueError for a model that `check_supported` refuses, for one in training mode, and for a `vocab_size`
+    beyond the model's own.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, vocab_size: int | None = None) -> None:
         check_supported(model.config, num_tokens=1)
+        whole = model.config.vocab_size
+        if vocab_size is not None and not 1 <= vocab_size <= whole:
+            raise ValueError(f"vocab_size={vocab_size}: expected 1 to {whole}, the model's own")
         if model.training:
             raise ValueError(
                 "the model is in training mode, in which dropout is random: call model.eval() first"
             )
         self.model = model
-        self.vocab_size: int = model.config.vocab_size
+        self.vocab_size: int = vocab_size or whole
 
     @property
     def device(self) -> torch.device:
@@ -126,7 +134,8 @@ class HFAdapter:
                 kv_store=store,
                 pass_layout=layout,
             )
-        return output.logits
+        # Here, before anything is made of them: a law that has once had more tokens is another law.
+        return output.logits[..., : self.vocab_size]
 
 
 @contextmanager

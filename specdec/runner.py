@@ -61,11 +61,12 @@ class ModelRunner:
         pass_tokens: every decode and verify pass has all slots as rows and so many tokens per row, padded, over the
             whole buffer: passes of one shape round alike, so that what a token's logits are does not depend on how
             many others its pass had. None: passes are as large as needed.
+        vocab_size: logits are cut to the first so many tokens; None: the model's own.
         make_store: builds the KV store for a given shape; the dense store by default.
         cache: a cache to use instead, of that many slots and that capacity, such as a view of another runner's.
 
     Raises:
-        ValueError: an unknown model family, a capacity beyond the model's context, or a cache of another shape.
+        ValueError: an unknown model family, a capacity or vocabulary beyond the model's, or a cache of another shape.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class ModelRunner:
         *,
         prefill_chunk: int | None = None,
         pass_tokens: int | None = None,
+        vocab_size: int | None = None,
         make_store: Callable[[CacheShape], KVStore] = DenseStore,
         cache: KVCache | None = None,
     ) -> None:
@@ -85,7 +87,7 @@ class ModelRunner:
             raise ValueError(f"prefill_chunk={prefill_chunk}: expected at least 1, or none")
         if pass_tokens is not None and pass_tokens < 1:
             raise ValueError(f"pass_tokens={pass_tokens}: expected at least 1, or none")
-        self._adapter = HFAdapter(model)
+        self._adapter = HFAdapter(model, vocab_size)
         self._num_slots = num_slots
         self._pass_tokens = pass_tokens
         self.prefill_chunk: int | None = prefill_chunk

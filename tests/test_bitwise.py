@@ -2,43 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
-from torch import Tensor
-from toy_engine import CPU, build_decoder, collect, model_drafter, requests_for
+from toy_engine import CPU, Keeping, build_decoder, collect, model_drafter, requests_for
 from toy_models import random_prompts, tiny_model
 from transformers import PreTrainedModel
 
 from specdec.drafters.base import Drafter
 from specdec.drafters.prompt_lookup import PromptLookupDrafter
-from specdec.progress import Row
 from specdec.runner import ModelRunner
-from specdec.sampling import Sampler
-from specdec.types import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 K = 4
 PASS_TOKENS = 8  # float32 on two threads: a kernel's last rows, beyond a multiple of 4, round differently
 # Rows of activations fill whole vectors: where a row ends inside one, float32 elementwise functions round otherwise.
 WIDE = {"hidden_size": 64, "intermediate_size": 64}
-
-
-class Keeping(Sampler):
-    """Keeps the logits behind each text, as (request, tokens before) -> logits."""
-
-    def __init__(self) -> None:
-        super().__init__(SamplingParams())
-        self.seen: dict[tuple[int, tuple[int, ...]], Tensor] = {}
-
-    def scores(self, logits: Tensor, rows: Sequence[Row], drafts: Tensor | None = None) -> Tensor:
-        drafted = [[] for _ in rows] if drafts is None else drafts.tolist()
-        positions = logits.unsqueeze(1) if logits.dim() == 2 else logits
-        for row, tokens, laws in zip(rows, drafted, positions, strict=True):
-            for count, one in enumerate(laws):
-                self.seen[row.request.request_id, (*row.token_ids, *tokens[:count])] = one
-        return logits
 
 
 def texts_and_logits(

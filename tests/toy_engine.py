@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.decoding.autoregressive import AutoregressiveDecoder
@@ -16,7 +17,7 @@ from specdec.drafters.base import Drafter
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.draws import Draws, KeyedDraws
 from specdec.law_runner import LawOf, LawRunner
-from specdec.progress import StopTokens
+from specdec.progress import Row, StopTokens
 from specdec.runner import ModelRunner, Runner
 from specdec.sampling import Sampler
 from specdec.types import Request, SamplingParams, StepOutput
@@ -41,6 +42,22 @@ def script(tokens: Sequence[int], vocab_size: int, prompt_length: int) -> LawOf:
         return [float(token == certain) for token in range(vocab_size)]
 
     return law
+
+
+class Keeping(Sampler):
+    """A greedy sampler that keeps the logits `[V]` behind each text, as (request, tokens before) -> logits."""
+
+    def __init__(self) -> None:
+        super().__init__(SamplingParams())
+        self.seen: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+
+    def scores(self, logits: Tensor, rows: Sequence[Row], drafts: Tensor | None = None) -> Tensor:
+        drafted = [[] for _ in rows] if drafts is None else drafts.tolist()
+        positions = logits.unsqueeze(1) if logits.dim() == 2 else logits
+        for row, tokens, laws in zip(rows, drafted, positions, strict=True):
+            for count, one in enumerate(laws):
+                self.seen[row.request.request_id, (*row.token_ids, *tokens[:count])] = one
+        return logits
 
 
 def build_decoder(

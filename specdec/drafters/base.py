@@ -57,6 +57,9 @@ def _no_copies(weights: str) -> PreTrainedModel:
 class DrafterContext:
     """What a drafter may build on.
 
+    `vocab_size` is the width of all laws: logits of a wider draft model are to be cut to it, which is right where both
+    models' tokens are the same up to there (whoever makes the context has seen to it).
+
     `target` is the target model itself, for drafters that use its modules. `load_draft_model(weights)` loads the
     draft model in a weight format named by the caller's registry; "" is the caller's default for that model. Raises
     ValueError where no draft model is configured. `load_target_copy(weights)` is the same of the target, whatever draft

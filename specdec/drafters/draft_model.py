@@ -119,19 +119,20 @@ class DraftModelOptions(DrafterOptions):
             )
         load = context.load_target_copy if self.model == "target" else context.load_draft_model
         model = load(self.weights)
+        if model.config.vocab_size < context.vocab_size:
+            raise ValueError(
+                f"the draft model has a vocabulary of {model.config.vocab_size} tokens, "
+                f"the target one of {context.vocab_size}: laws must be over tokens that both have"
+            )
         try:
             runner = ModelRunner(
                 model,
                 context.num_slots,
                 context.capacity,
                 prefill_chunk=context.prefill_chunk,
+                vocab_size=context.vocab_size,
                 cache=context.target_cache.view() if is_copy and self.cache != "own" else None,
             )
         except ValueError as error:
             raise ValueError(f"the draft model can't be used: {error}") from error
-        if runner.vocab_size != context.vocab_size:
-            raise ValueError(
-                f"the draft model has a vocabulary of {runner.vocab_size} tokens, "
-                f"the target one of {context.vocab_size}: they must be the same"
-            )
         return DraftModelDrafter(runner, context.sampler)

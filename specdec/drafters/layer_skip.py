@@ -59,6 +59,7 @@ class LayerSkipOptions(DrafterOptions):
             context.num_slots,
             context.capacity,
             prefill_chunk=context.prefill_chunk,
+            vocab_size=context.vocab_size,
             # The layers that are kept read and write the keys and values of those very layers.
             cache=context.target_cache.view(keep),
         )
