@@ -127,6 +127,27 @@ def test_a_row_that_is_gone_is_forgotten() -> None:
     assert list(policy._rows) == [1]
 
 
+def test_another_text_with_the_same_id_is_another_row() -> None:
+    chosen = []
+    for earlier in (0, 1):
+        policy = CostModelOptions(max=8).build(CHEAP)
+        after(policy, 0.5, 60, row(2))
+        after(policy, 1.0, 30, row(earlier))
+        chosen.append(after(policy, 0.0, 12, row(0)))
+    assert chosen[0] == chosen[1]
+
+
+def test_rows_too_short_for_a_trial_of_their_own_save_up_for_one() -> None:
+    costs = PassCosts(CHEAP.target, {"": tuple(4.0 * k for k in range(9))})
+    policy = CostModelOptions(max=8).build(costs)
+    after(policy, 0.0, 2000, row(0))
+    bad = [limit for number in range(1, 41) for limit in after(policy, 0.0, 15, row(number))]
+    lost = sum(costs.step(limit) - costs.plain for limit in bad if limit)
+    assert 0 < lost < (TRIAL_FRAC + 0.005) * bad.count(0) * costs.plain
+    good = [limit for number in range(41, 141) for limit in after(policy, 1.0, 15, row(number))]
+    assert good[-1] == 8
+
+
 def test_costs_go_on_beyond_their_table() -> None:
     costs = PassCosts((10.0, 12.0), {"": (0.0, 3.0)})
     assert costs.step(1) == 15.0

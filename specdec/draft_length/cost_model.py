@@ -62,6 +62,7 @@ class _Acceptance:
 
 @dataclass
 class _RowState:
+    row: Row
     by_kind: dict[str, _Acceptance] = field(default_factory=dict)
     kind: str = ""
     plain_time: float = 0.0  # since drafting was last tried
@@ -75,11 +76,12 @@ class CostModelDraftLength(DraftLength):
         self.costs = costs
         self._common: dict[str, _Acceptance] = {}
         self._rows: dict[int, _RowState] = {}
+        self._spare_time = 0.0  # plain time of rows that left before it paid for a trial
 
     def limits(self, rows: Sequence[Row], prospects: Sequence[Prospect]) -> Sequence[int]:
         self._forget_all_but(rows)
         return [
-            self._limit(self._rows.setdefault(row.request.request_id, _RowState()), prospect, row.remaining)
+            self._limit(self._state_of(row), prospect, row.remaining)
             for row, prospect in zip(rows, prospects, strict=True)
         ]
 
@@ -120,10 +122,19 @@ class CostModelDraftLength(DraftLength):
             self._common.setdefault(state.kind, _Acceptance(COMMON_MEMORY)),
         )
 
+    def _state_of(self, row: Row) -> _RowState:
+        """A new row may spend what those before it left: else rows that are short would never try."""
+        if row.request.request_id not in self._rows:
+            self._rows[row.request.request_id] = _RowState(row, plain_time=self._spare_time)
+            self._spare_time = 0.0
+        return self._rows[row.request.request_id]
+
     def _forget_all_but(self, rows: Sequence[Row]) -> None:
-        present = {row.request.request_id for row in rows}
-        for request_id in [known for known in self._rows if known not in present]:
-            del self._rows[request_id]
+        present = {row.request.request_id: row for row in rows}
+        for request_id, state in list(self._rows.items()):
+            if present.get(request_id) is not state.row:  # another text may have the same id
+                self._spare_time += state.plain_time
+                del self._rows[request_id]
 
 
 def expected_tokens(num_drafted: int, first: float, following: float) -> float:
