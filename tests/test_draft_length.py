@@ -52,6 +52,22 @@ def test_the_best_length_is_the_one_with_the_most_tokens_per_time() -> None:
         assert rates[best] == max(rates.values())
 
 
+def test_what_a_row_has_no_room_for_does_not_count() -> None:
+    """Eight tokens would pay for a dear beginning, the one that is left does not."""
+    costs = PassCosts(CHEAP.target, {"": (0.0, *(12.0 + k for k in range(8)))})
+    policy = CostModelOptions(max=8).build(costs)
+    after(policy, 1.0, 30, row(0))
+    rooms = {room: Row(Request(1, (1, 2), room), 0) for room in (1, 2, 3, 9, 10)}
+    limits = {room: limit_of(policy, only, Prospect()) for room, only in rooms.items()}
+    assert limits == {1: 0, 2: 0, 3: 2, 9: 8, 10: 8}
+
+
+def test_passes_may_seem_to_take_no_time() -> None:
+    for costs in (PassCosts((0.0,), {"": (0.0,)}), PassCosts((0.0, 1.0), {"": (0.0, 1.0)})):
+        chosen = after(CostModelOptions(max=3).build(costs), 0.0, 20)
+        assert set(chosen) <= {0, 1, 2, 3}
+
+
 def test_all_accepted_drafts_as_much_as_allowed() -> None:
     assert after(CostModelOptions(max=8).build(CHEAP), 1.0, 20)[-1] == 8
 

@@ -95,19 +95,24 @@ class CostModelDraftLength(DraftLength):
             else:
                 state.plain_time += self.costs.plain
 
-    def best(self, first: float, following: float, kind: str = Prospect.kind) -> int:
-        """The number of draft tokens, at least 1, with the most expected tokens per time."""
-        return max(
-            range(1, self.num_tokens + 1),
-            key=lambda count: expected_tokens(count, first, following) / self.costs.step(count, kind),
+    def best(
+        self, first: float, following: float, kind: str = Prospect.kind, most: int | None = None
+    ) -> int:
+        """The number of draft tokens, 1 to `most`, with the least time per expected token."""
+        return min(
+            range(1, (most or self.num_tokens) + 1),
+            key=lambda count: self.costs.step(count, kind) / expected_tokens(count, first, following),
         )
 
     def _limit(self, state: _RowState, prospect: Prospect, remaining: int) -> int:
         state.kind = prospect.kind
+        most = min(self.num_tokens, remaining - 1)  # a step writes one token more than it drafts
+        if most < 1:
+            return 0
         own, common = self._acceptances(state)
         first = own.first.shrunk_to(common.first.shrunk_to(HOPE))
         following = own.next.shrunk_to(common.next.shrunk_to(HOPE))
-        best = self.best(first, following, prospect.kind)
+        best = self.best(first, following, prospect.kind, most)
         tokens = expected_tokens(best, first, following)
         gain = tokens * self.costs.plain - self.costs.step(best, prospect.kind)
         reading = prospect.unread * self.costs.unread_token
