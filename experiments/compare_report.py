@@ -36,6 +36,8 @@ from experiments.report import (
 from experiments.statistics import FASTER, SLOWER, TOO_FEW, Ratio, excluded_units
 
 NAME_CHARACTERS = 180
+CATEGORY_CHARACTERS = 24  # in a metric's name, behind an arm's
+RATIO_PARTS = ("ci_low", "ci_high")  # stand in a category's place too
 CONSOLE_METRICS = (
     "latency/ttft_ms.p50",
     "latency/tpot_ms.p50",
@@ -111,7 +113,7 @@ def category_rows(result: ComparisonResult) -> Rows:
         return []
     found = [["category", *result.speedups]]
     for category, ratios in result.by_category.items():
-        found.append([category, *(ratio_text(ratios[label]) for label in result.speedups)])
+        found.append([_one_line(category), *(ratio_text(ratios[label]) for label in result.speedups)])
     return found
 
 
@@ -119,8 +121,17 @@ def category_lines(result: ComparisonResult) -> Iterator[str]:
     """One line per candidate, without intervals."""
     for label in result.speedups if result.by_category else ():
         found = {category: ratios[label] for category, ratios in result.by_category.items()}
-        values = [f"{category} {ratio.value:.2f}x" for category, ratio in found.items() if ratio is not None]
-        yield f"{label}, decode by category: {', '.join(values)}"
+        values = [
+            f"{_one_line(category)} {ratio.value:.2f}x"
+            for category, ratio in found.items()
+            if ratio is not None
+        ]
+        if values:
+            yield f"{label}, decode by category: {', '.join(values)}"
+
+
+def _one_line(category: str) -> str:
+    return " ".join(category.split()) or "unnamed"
 
 
 def verdict_lines(result: ComparisonResult) -> list[str]:
@@ -209,19 +220,22 @@ def metrics(result: ComparisonResult) -> dict[str, float]:
     for label, ratios in result.speedups.items():
         for what, ratio in vars(ratios).items():
             found.update(ratio_metrics(f"compare/{names[label]}.{what}", ratio))
-    categories = metric_names(result.by_category)
+    categories = metric_names(result.by_category, "category", CATEGORY_CHARACTERS)
     for category, speedups in result.by_category.items():
         for label, ratio in speedups.items():
             found.update(ratio_metrics(f"compare/{names[label]}.decode.{categories[category]}", ratio))
     return found
 
 
-def metric_names(labels: Iterable[str]) -> dict[str, str]:
+def metric_names(
+    labels: Iterable[str], kind: str = "arm", num_characters: int = NAME_CHARACTERS
+) -> dict[str, str]:
     """For each label a name of its own that MLflow allows in a metric's, which has 250 characters at most."""
     found: dict[str, str] = {}
     for number, label in enumerate(labels):
-        name = re.sub(r"[^A-Za-z0-9_.-]+", "_", label).strip("_")[:NAME_CHARACTERS]
-        found[label] = f"{name}_arm{number}" if name in found.values() else name
+        name = re.sub(r"[^A-Za-z0-9_.-]+", "_", label).strip("_")[:num_characters]
+        is_taken = name in (*found.values(), *RATIO_PARTS, "")
+        found[label] = f"{name}_{kind}{number}".strip("_") if is_taken else name
     return found
 
 

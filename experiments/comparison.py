@@ -142,7 +142,7 @@ class ComparisonResult:
 
     @cached_property
     def by_category(self) -> dict[str, dict[str, Ratio | None]]:
-        """Decode speed-ups by category of the prompts, then by candidate; empty where there is one category only."""
+        """Decode speed-ups by category of the prompts, then by candidate; empty for one category, or no candidate."""
         categories: dict[str, set[int]] = {}
         for number, prompt in enumerate(self.comparison.shared.prompts):
             categories.setdefault(prompt.category, set()).add(number)
@@ -157,7 +157,7 @@ class ComparisonResult:
             )
             return statistics.decode_speedup(arm, reference)
 
-        if len(categories) < 2:
+        if len(categories) < 2 or not self.speedups:
             return {}
         return {
             category: {label: speedup(label, numbers) for label in self.speedups}

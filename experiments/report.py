@@ -152,7 +152,7 @@ def markdown_table(rows: Rows) -> str:
     """The same in Markdown."""
     heading, *body = rows
     lines = [heading, ["---"] + ["---:"] * (len(heading) - 1), *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def notes(result: PointResult) -> list[str]:

@@ -32,7 +32,7 @@ from experiments.load import ForeignLoad
 from experiments.measure import measure
 from experiments.memory import MemoryProbeError
 from experiments.models import ModelSource
-from experiments.report import ratio_text
+from experiments.report import markdown_table, ratio_text
 from experiments.statistics import FASTER, NO_DIFFERENCE, SLOWER, TOO_FEW, Ratio
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -389,6 +389,45 @@ def test_one_category_has_no_table(result: ComparisonResult) -> None:
     assert result.by_category == {}
     assert compare_report.category_rows(result) == list(compare_report.category_lines(result)) == []
     assert "by category" not in compare_report.markdown(result)
+
+
+ODD_CATEGORIES = ("", "a|b\nc", "x" * 300, "ci_low", "\u6570\u5b66", "\u7269\u7406")
+
+
+def test_categories_may_have_any_name(root: Path, prepared: Prepare) -> None:
+    file = save_prompts(root / "odd.jsonl", repeating_prompts(LENGTHS), ODD_CATEGORIES)
+    long = f"prompt_lookup draft_length.max={'0' * 200}3"
+    shared = [f"workload.path={file}"]
+    found = as_result(
+        prepared(LOOKUP, long, shared=shared),
+        simulated({"baseline": 1.0, LOOKUP: 1.1, long: 1.2, "baseline again": 1.0}),
+    )
+    names = compare_report.metrics(found)
+    assert all(re.fullmatch(r"[/\w.\- :]+", name, re.ASCII) and len(name) <= 250 for name in names)
+    decode = compare_report.metric_names(found.comparison.points)[LOOKUP]
+    of_categories = [name for name in names if re.match(rf"compare/{re.escape(decode)}\.decode\.", name)]
+    assert len(of_categories) == len(ODD_CATEGORIES) + 2  # and the interval of all
+    overall = found.speedups[LOOKUP].decode
+    assert overall is not None
+    assert names[f"compare/{decode}.decode.ci_low"] == overall.ci_low
+    table = markdown_table(compare_report.category_rows(found)).splitlines()
+    assert len(table) == 2 + len(ODD_CATEGORIES)
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in table} == {4}
+    for line in compare_report.category_lines(found):
+        assert line.isprintable()
+        assert "unnamed 0." in line
+
+
+def test_without_a_candidate_or_a_pair_nothing_is_said_by_category(root: Path, prepared: Prepare) -> None:
+    file = save_prompts(root / "two.jsonl", repeating_prompts(LENGTHS), ["odd", "even"])
+    measured = simulated(dict.fromkeys(("baseline", LOOKUP, "baseline again"), 1.0))
+    ran = as_result(prepared(LOOKUP, shared=[f"workload.path={file}"]), measured)
+    failed = replace(ran, measured=replace(measured, failures={LOOKUP: RuntimeError("injected")}))
+    assert compare_report.category_rows(failed) == list(compare_report.category_lines(failed)) == []
+    nothing = replace(ran)
+    vars(nothing)["by_category"] = {"odd": {LOOKUP: None}, "even": {LOOKUP: None}}
+    assert list(compare_report.category_lines(nothing)) == []
+    assert compare_report.category_rows(nothing)[1:] == [["odd", "-"], ["even", "-"]]
 
 
 def test_a_candidate_that_cannot_be_built_leaves_the_others(prepared: Prepare) -> None:

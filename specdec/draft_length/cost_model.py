@@ -95,9 +95,7 @@ class CostModelDraftLength(DraftLength):
             else:
                 state.plain_time += self.costs.plain
 
-    def best(
-        self, first: float, following: float, kind: str = Prospect.kind, most: int | None = None
-    ) -> int:
+    def best(self, first: float, following: float, kind: str = Prospect.kind, most: int | None = None) -> int:
         """The number of draft tokens, 1 to `most`, with the least time per expected token."""
         return min(
             range(1, (most or self.num_tokens) + 1),
