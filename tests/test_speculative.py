@@ -520,6 +520,35 @@ def test_a_failing_step_leaves_a_runner_that_works() -> None:
     assert runner.lengths == (0,)
 
 
+@pytest.mark.parametrize("drafter", ["shared_similar", "shared_fallback", "layer_skip"])
+@pytest.mark.parametrize("num_passes", [0, 3, 7])
+def test_a_draft_that_fails_on_the_targets_cache_leaves_nothing_behind(drafter: str, num_passes: int) -> None:
+    """While other rows are ahead, and before or after the pass was noted."""
+    prompts = tuple(map(tuple, random_prompts([1, 9, 5, 3])))
+    config = Configuration("llama", prompts, (9, 3, 7, 9), 3, drafter, 4, None, (), ragged=True)
+    runner = ModelRunner(target_model("llama"), 3, config.capacity, pass_tokens=8)
+    built: Any = drafter_of(config, Sampler(GREEDY), runner)
+    draft_runner, decode, passes = built.runner, built.runner.decode, 0
+
+    def fails(*arguments: Any) -> torch.Tensor:
+        nonlocal passes
+        passes += 1
+        if passes > num_passes:
+            if num_passes % 2:
+                decode(*arguments)
+            raise MemoryError
+        return decode(*arguments)
+
+    decoder = build_decoder(runner, num_slots=3, drafter=built, draft_length=RaggedLengths(4))
+    requests = requests_for(prompts, config.limits)
+    draft_runner.decode = fails
+    with pytest.raises(MemoryError):
+        list(decoder.generate(requests))
+    assert runner.lengths == draft_runner.lengths == (0, 0, 0)
+    del draft_runner.decode
+    assert collect(decoder.generate(requests)) == collect(run(config, speculative=False))
+
+
 def test_the_law_of_a_sampled_run_is_reported_in_float32_for_a_bfloat16_model() -> None:
     model = tiny_model("llama", dtype=torch.bfloat16)
     law = Sampler(SamplingParams(1.0)).law(ModelRunner(model, 1, 4).prefill([[1, 2]], [0]), [])
