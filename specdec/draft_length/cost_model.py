@@ -5,7 +5,8 @@ often a row's first draft token stands and `next` how often one stands behind an
 proposal of k tokens and of a pass over k + 1. (Leviathan et al. 2023, section 3.4, choose one length for good, from one
 acceptance rate.) Both rates are learnt while decoding, for each kind of proposal, recent tokens counting more, and
 shrunk towards those of all rows so far. Where drafting does not pay the length is 0, which is plain decoding; drafting
-is tried again when what that is expected to lose is a small share of the time that went by without.
+is tried again when what that is expected to lose is a small share of the time that went by without, which counts what a
+drafter with a cache of its own has missed meanwhile: dear enough, it is asked again by a later row only.
 
 Lengths depend on what other rows accepted and on measured times: with a verifier that draws, a seed's text is then
 not the same from run to run (its law is); with `match`, and without temperature, it is.
