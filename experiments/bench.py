@@ -22,6 +22,7 @@ from experiments.statistics import NO_DIFFERENCE, TOO_FEW, Ratio, Unit
 from experiments.strategy import Arm
 from experiments.trace import PassEvent, RequestTimeline, Trace, timelines
 from quant.footprint import (
+    bits_per_weight,
     embedding_row_bytes,
     multiplied_parameters,
     quantized_share,
@@ -64,12 +65,14 @@ class Footprint:
     """Bytes of one arm, and what its passes move and compute.
 
     `weights_bytes` and `kv_allocated_bytes` include a draft model's, which may have a cache of its own or go on from
-    the target's; `overhead_ms` are those of a target and of a draft pass, None where they weren't measured.
+    the target's; `quantized_share` and `bits_per_weight` (scales included) are the target's; `overhead_ms` are those of
+    a target and of a draft pass, None where they weren't measured.
     """
 
     weights_bytes: int
     kv_allocated_bytes: int
     quantized_share: float
+    bits_per_weight: float
     target: ModelCost
     draft: ModelCost | None = None
     draft_has_own_cache: bool = True
@@ -309,6 +312,7 @@ def _footprint(*runners: Any, overheads: Sequence[float | None] = ()) -> Footpri
         weights_bytes=stored_bytes(nn.ModuleList(runner.model for runner in runners)),
         kv_allocated_bytes=sum(store.allocated_bytes() for store in stores),
         quantized_share=quantized_share(runners[0].model),
+        bits_per_weight=bits_per_weight(runners[0].model),
         target=costs[0],
         draft=costs[1] if len(costs) > 1 else None,
         draft_has_own_cache=len(stores) > 1,
@@ -320,25 +324,32 @@ def _footprint(*runners: Any, overheads: Sequence[float | None] = ()) -> Footpri
 def _cost(runner: Any) -> ModelCost:
     model = runner.model
     body, head = multiplied_parameters(model)
-    cache, shape = runner.cache, runner.cache.store.shape
+    cache, store = runner.cache, runner.cache.store
+    shape, used = store.shape, cache.num_layers / store.shape.num_layers
+    lengths = range(shape.capacity + 1)
     return ModelCost(
         weights_read_bytes=read_bytes_per_pass(model),
         embedding_row_bytes=embedding_row_bytes(model),
         # A draft model may have some of the target's layers only.
-        kv_bytes_per_token=cache.store.live_bytes([1]) * cache.num_layers // shape.num_layers,
+        kv_bytes_per_token=store.bytes_per_token * used,
         body_parameters=body,
         head_parameters=head,
         attention_width=cache.num_layers * model.config.num_attention_heads * shape.head_dim,
+        kv_row_bytes=tuple(round(store.live_bytes([length]) * used) for length in lengths),
     )
 
 
 def _memory(footprint: Footprint, traces: Sequence[Trace]) -> dict[str, float]:
     events = [event for trace in traces for event in trace.passes]
-    target_tokens = max((e.kv_tokens for e in events if e.phase in TARGET_PHASES), default=0)
-    draft_tokens = max((e.kv_tokens for e in events if e.phase not in TARGET_PHASES), default=0)
+
+    def most_kv_bytes(cost: ModelCost | None, is_target: bool) -> float:
+        mine = [event for event in events if (event.phase in TARGET_PHASES) == is_target]
+        if cost is None or not mine:
+            return 0
+        return max(cost.held_kv_bytes(event.kv_lengths + event.other_kv_lengths) for event in mine)
+
     draft = footprint.draft if footprint.draft_has_own_cache else None
-    draft_bytes = draft.kv_bytes_per_token if draft is not None else 0
-    kv_bytes = target_tokens * footprint.target.kv_bytes_per_token + draft_tokens * draft_bytes
+    kv_bytes = most_kv_bytes(footprint.target, True) + most_kv_bytes(draft, False)
     return {
         "memory/weights_mib": footprint.weights_bytes / MIB,
         "memory/weights_read_mib": footprint.target.weights_read_bytes / MIB,
@@ -346,6 +357,7 @@ def _memory(footprint: Footprint, traces: Sequence[Trace]) -> dict[str, float]:
         "memory/kv_allocated_mib": footprint.kv_allocated_bytes / MIB,
         "memory/kv_bytes_per_token": footprint.target.kv_bytes_per_token,
         "memory/quantized_share": footprint.quantized_share,
+        "memory/bits_per_weight": footprint.bits_per_weight,
     }
 
 

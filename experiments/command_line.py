@@ -21,12 +21,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments import plugins
+from experiments.bundled_model import BundledModelError
+from experiments.comparison import ArmError
 from experiments.config import CONFIG_DIR, RunConfig, plugin_file, typed
 from experiments.tracking import StoreError, Terminated
 
 BAD_INPUT_STATUS = 2
 FAILURE_STATUS = 1
 INTERRUPTED_STATUS = 130
+# What a user can mend, as preparing a run or a comparison raises it.
+BAD_INPUT = (HydraException, OmegaConfBaseException, ValueError, BundledModelError)
 SWEEP_FLAGS = ("-m", "--multirun")
 
 
@@ -128,6 +132,15 @@ def explain(error: BaseException) -> str:
     if isinstance(error, OmegaConfBaseException) and error.__cause__ is None:
         return _explain_value(error) or _first_line(error)
     return _first_line(error)
+
+
+def explain_arm(error: Exception) -> str:
+    """The same where it may be one arm's of a comparison; raises what is no mistake of the user's."""
+    if not isinstance(error, ArmError):
+        return explain(error)
+    if not isinstance(error.__cause__, BAD_INPUT):
+        raise error
+    return f"arm '{error.label}': {explain(error.__cause__)}"
 
 
 def _explain_value(error: OmegaConfBaseException) -> str | None:

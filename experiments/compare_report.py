@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from matplotlib.figure import Figure
 
+from experiments import fidelity_report
 from experiments.bench import NOISY, UnfitPartsError
 from experiments.comparison import ComparisonResult, PreparedComparison
 from experiments.equivalence import EXACT, NOT_APPLICABLE
@@ -89,6 +90,7 @@ def rows(result: ComparisonResult) -> Rows:
         ["verdict on decode", *(_verdict(result, label) for label in labels)],
         ["texts equal to the baseline's", *(_same_texts(result, label) for label in labels)],
         ["output against its twin", *(result.equivalence(label) for label in labels)],
+        *fidelity_report.rows([result.fidelities.get(label) for label in labels]),
         ["peak memory alone, MiB", *(_peak(result, label) for label in labels)],
     ]
     return [row for row in found if set(row[1:]) != {MISSING}]
@@ -144,12 +146,13 @@ def verdict_line(result: ComparisonResult, label: str) -> str:
     if label in result.measured.failures:
         return f"{label}: failed, no figures ({_reason(result.measured.failures[label])})"
     ratios, (equal, number) = result.speedups[label], result.same_texts(label)
-    grade = result.equivalence(label)
+    grade, fidelity = result.equivalence(label), fidelity_report.clause(result.fidelities.get(label))
     parts = [
         sentence(result.verdict(label), ratios.decode),
         f"total {ratio_text(ratios.total)}",
         f"{equal} of {number} texts as the baseline's",
         *([] if grade == NOT_APPLICABLE else [f"{grade} against its twin"]),
+        *([] if fidelity is None else [fidelity]),
     ]
     return f"{label}: {'; '.join(parts)}"
 
@@ -177,6 +180,7 @@ def notes(result: ComparisonResult) -> list[str]:
         *category_lines(result),
         *_mismatch_lines(result, prompt_ids),
         *_excluded_lines(result, prompt_ids),
+        *_fidelity_lines(result),
         *_step_lines(result),
         *parts_lines(measured, labels),
         *([] if result.comparison.has_one_dtype else [one_dtype]),
@@ -186,21 +190,27 @@ def notes(result: ComparisonResult) -> list[str]:
     ]
 
 
+def _fidelity_lines(result: ComparisonResult) -> Iterator[str]:
+    for label, fidelity in result.fidelities.items():
+        yield from fidelity_report.lines(fidelity, result.measured.metrics_of(label), f"{label}, ")
+
+
 def _step_lines(result: ComparisonResult) -> Iterator[str]:
     for label in result.comparison.points:
         if label not in result.measured.failures:
             yield from step_lines(arm_metrics(result, label), f"{label}, ")
 
 
-def markdown(result: ComparisonResult) -> str:
-    """The whole report."""
+def markdown(result: ComparisonResult, overview: Rows) -> str:
+    """The whole report; `overview` has a row for each arm."""
     lines = [line.split(maxsplit=1) for line in setting_lines(result.comparison)]
     setting = paragraphs([f"**{what}** {rest}" for what, rest in lines])
     categories = category_rows(result)
     by_category = f"## Decode speed-up by category\n\n{markdown_table(categories)}\n\n" if categories else ""
     return (
         f"# Against {result.comparison.baseline}\n\n{paragraphs(verdict_lines(result))}\n\n"
-        f"{markdown_table(rows(result))}\n\n{by_category}{paragraphs(notes(result))}\n\n## Setting\n\n{setting}\n"
+        f"{markdown_table(overview)}\n\n{paragraphs(notes(result))}\n\n{by_category}"
+        f"## All figures\n\n{markdown_table(rows(result))}\n\n## Setting\n\n{setting}\n"
     )
 
 
@@ -250,6 +260,8 @@ def arm_metrics(result: ComparisonResult, label: str) -> dict[str, float]:
     if plain is not None:
         found.update(prediction(result.measured.traces_of(label), result.measured.traces_of(plain)))
     found.update(result.quality(label))
+    if label in result.fidelities:
+        found.update(result.fidelities[label].metrics)
     if label in result.memories:
         memory = result.memories[label]
         found["memory/peak_mib"] = memory.peak_mib

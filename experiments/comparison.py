@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
 from experiments import equivalence, statistics
+from experiments.arm_fidelity import ArmFidelity, measure_fidelity
 from experiments.bench import NOBODY, Measured, Watcher, measure_bench
 from experiments.config import compose_run
 from experiments.equivalence import Comparison
 from experiments.hardware import Remember, measure_anew
+from experiments.measured_point import timed
 from experiments.memory import MemoryProbeError, ProcessMemory, measure_memory
 from experiments.models import LoadedModels
 from experiments.point import PreparedPoint, prepare
 from experiments.statistics import Ratio, Speedups
 from experiments.strategy import Arm, again_of, build_parts
+from experiments.trace import answers_of
 
 # What makes texts or times of two arms comparable.
-SHARED_SETTINGS = ("workload", "batch_size", "device", "threads", "seed", "sampling", "measure", "study")
+SHARED_SETTINGS = (
+    "workload",
+    "batch_size",
+    "device",
+    "threads",
+    "seed",
+    "sampling",
+    "measure",
+    "fidelity",
+    "study",
+)
 # Whitespace within quotes does not part words; the quotes stay, for Hydra to read.
 _WORD = r"""(?:[^\s"']|"[^"]*"|'[^']*')+"""
 
@@ -107,7 +119,7 @@ class PreparedComparison:
         """The arm that is this one's `plain` or `twin`; None where none is, or it is that itself."""
         point = self.points[label]
         reference: Arm = getattr(point.arms, role)
-        if reference.name == point.arms.strategy.name:
+        if _is_own(point, role):
             return None
         for other, candidate in self.points.items():
             if _same_engine(point, candidate) and _same_parts(reference, candidate.arms.strategy):
@@ -119,7 +131,8 @@ class PreparedComparison:
 class ComparisonResult:
     """What a comparison showed, by label. `memory_errors` say why a memory that was asked for is missing.
 
-    `trouble` kept outputs from being compared: whoever reports the result raises it then.
+    `trouble` kept outputs or laws from being compared: whoever reports the result raises it then. `fidelities` are
+    those of arms with a quantized part or a draft model.
     """
 
     comparison: PreparedComparison
@@ -129,6 +142,7 @@ class ComparisonResult:
     seconds: Mapping[str, float]
     memory_errors: Mapping[str, str] = field(default_factory=dict)
     trouble: Exception | None = None
+    fidelities: Mapping[str, ArmFidelity] = field(default_factory=dict)
 
     @cached_property
     def speedups(self) -> dict[str, Speedups]:
@@ -261,20 +275,59 @@ def measure_comparison(
         hardware=shared.hardware(remember) if comparison.has_one_dtype else None,
         watcher=watcher,
     )
-    measured_s = time.perf_counter()
+    seconds = dict(measured.seconds)
     grades: dict[str, list[Comparison]] = {}
+    fidelities: dict[str, ArmFidelity] = {}
+    memories: dict[str, ProcessMemory] = {}
+    errors: dict[str, str] = {}
     trouble: Exception | None = None
-    for label in points:
-        try:
-            grades[label] = _grades(comparison, measured, label)
-        except Exception as error:  # what was measured is reported all the same
-            trouble = error
-    compared_s = time.perf_counter()
-    memories, errors = _memories(comparison, measured) if shared.config.measure.memory else ({}, {})
-    seconds = {**measured.seconds, "compare outputs": compared_s - measured_s}
+    with timed(seconds, "compare outputs"):
+        for label in points:
+            try:
+                grades[label] = _grades(comparison, measured, label)
+            except Exception as error:  # what was measured is reported all the same
+                trouble = error
+    with timed(seconds, "measure fidelity"):
+        for group in _engines(comparison, measured):
+            try:
+                fidelities.update(measure_fidelity(group, _reference_answers(comparison, measured, group)))
+            except Exception as error:
+                trouble = error
     if shared.config.measure.memory:
-        seconds["measure memory"] = time.perf_counter() - compared_s
-    return ComparisonResult(comparison, measured, grades, memories, seconds, errors, trouble)
+        with timed(seconds, "measure memory"):
+            memories, errors = _memories(comparison, measured)
+    return ComparisonResult(comparison, measured, grades, memories, seconds, errors, trouble, fidelities)
+
+
+def _engines(comparison: PreparedComparison, measured: Measured) -> list[dict[str, PreparedPoint]]:
+    """The arms that ran, those of one engine together: they have one reference."""
+    groups: list[dict[str, PreparedPoint]] = []
+    for label, point in comparison.points.items():
+        if label in measured.failures:
+            continue
+        for group in groups:
+            if _same_engine(point, next(iter(group.values()))):
+                group[label] = point
+                break
+        else:
+            groups.append({label: point})
+    return groups
+
+
+def _reference_answers(
+    comparison: PreparedComparison, measured: Measured, group: Mapping[str, PreparedPoint]
+) -> dict[int, tuple[int, ...]]:
+    """What the plain arm of an engine wrote, or else an arm that is lossless; none where no arm is."""
+    plain = [label for label, point in group.items() if _is_own(point, "plain")]
+    lossless = [label for label in group if comparison.arm(label).declares_lossless]
+    found = [*plain, *lossless]
+    return answers_of(measured.traces_of(found[0])) if found else {}
+
+
+def _is_own(point: PreparedPoint, role: str) -> bool:
+    """Is the strategy that reference itself?"""
+    reference: Arm = getattr(point.arms, role)
+    return reference.name == point.arms.strategy.name
 
 
 def _grades(comparison: PreparedComparison, measured: Measured, label: str) -> list[Comparison]:

@@ -6,13 +6,16 @@ The classes know nothing of what they configure; Hydra composes them from `conf/
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import MISSING, DictConfig, OmegaConf
 
@@ -135,6 +138,42 @@ class MeasureConfig:
 
 
 @dataclass
+class FidelityConfig:
+    """How far the laws of a quantized strategy are from the reference's, and a draft model's from its target's.
+
+    Texts are read in passes of `chunk` tokens; 1 is how plain decoding reads, and takes longest. `text_tokens`: of the
+    reference's own answers so many new tokens at most, 0: none. `corpus`: `topics` (Python's own help), `hf` (a
+    dataset, with `subset`, `split` and `field`), a text file, or `none`; `corpus_tokens` of it at most.
+    """
+
+    chunk: int = 16
+    text_tokens: int = 768
+    corpus: str = "topics"
+    corpus_tokens: int = 512
+    dataset: str = ""
+    subset: str | None = None
+    split: str = "train"
+    field: str = "text"
+
+    def __post_init__(self) -> None:
+        check(self.chunk >= 1, "fidelity.chunk", self.chunk, "at least 1")
+        check(self.text_tokens >= 0, "fidelity.text_tokens", self.text_tokens, "at least 0")
+        check(self.corpus_tokens >= 1, "fidelity.corpus_tokens", self.corpus_tokens, "at least 1")
+        check(
+            bool(self.corpus.strip()),
+            "fidelity.corpus",
+            repr(self.corpus),
+            "topics, none, hf, or a text file",
+        )
+        if self.corpus == "hf" and not self.dataset.strip():
+            raise ValueError("fidelity.corpus=hf needs fidelity.dataset, a dataset name or a local folder")
+        own = {"dataset": "", "subset": None, "split": "train", "field": "text"}
+        for name, default in own.items():
+            if self.corpus != "hf" and getattr(self, name) != default:
+                raise ValueError(f"fidelity.{name}={getattr(self, name)} is for fidelity.corpus=hf")
+
+
+@dataclass
 class RunConfig:
     """One measured point. Nodes of type Any are filled by the options class of the chosen plug-in."""
 
@@ -151,6 +190,7 @@ class RunConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     exactness: ExactnessConfig = field(default_factory=ExactnessConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
+    fidelity: FidelityConfig = field(default_factory=FidelityConfig)
     batch_size: int = 1
     prefill_chunk: int | None = None
     dtype: str = "auto"
@@ -158,6 +198,7 @@ class RunConfig:
     threads: int | None = None
     seed: int = 0
     plugin: str | None = None
+    experiment: Any = None
 
     def __post_init__(self) -> None:
         check(bool(self.study.strip()), "study", repr(self.study), "the name of an MLflow experiment")
@@ -277,8 +318,27 @@ def plugin_file(overrides: Sequence[str]) -> str | None:
     return str(found[-1]) if found and found[-1] is not None else None
 
 
+def given_overrides() -> list[str]:
+    """What the command line says, as Hydra was given it, but for the choice of an experiment and its options."""
+    given = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    return [
+        override for override in given if override.lstrip("+").split("=")[0].split(".")[0] != "experiment"
+    ]
+
+
 def compose_run(overrides: Sequence[str]) -> RunConfig:
     """The configuration that `python -m experiments.run OVERRIDES` would use, for scripts and notebooks."""
     plugins.register_all(plugin_file(overrides))
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIG_DIR)):
+    with _hydra_to_itself(), initialize_config_dir(version_base="1.3", config_dir=str(CONFIG_DIR)):
         return typed(compose("config", overrides=list(overrides)))
+
+
+@contextmanager
+def _hydra_to_itself() -> Iterator[None]:
+    """Hydra has one state per process; an experiment composes its arms while a command line has it."""
+    state = GlobalHydra.instance()
+    before, state.hydra = state.hydra, None
+    try:
+        yield
+    finally:
+        state.hydra = before

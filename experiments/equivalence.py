@@ -83,19 +83,21 @@ def compare_traces(
     blocks: Sequence[Sequence[Request]],
     fresh_parts: Callable[[], DecodingParts],
 ) -> list[Comparison]:
-    """Grade every request of every (repeat, block) of one arm against its twin's, greedy decoding of both assumed."""
+    """Grade every request of every (repeat, block) of one arm against its twin's, greedy decoding of both assumed.
+
+    Repeats that wrote the same texts in the same passes are replayed once.
+    """
     twins = {(trace.repeat, trace.block): trace for trace in twin_traces}
-    return [
-        comparison
-        for trace in traces
-        for comparison in compare_block(
-            trace,
-            blocks[trace.block],
-            _answers(trace),
-            _answers(twins[trace.repeat, trace.block]),
-            fresh_parts,
-        )
-    ]
+    known: dict[object, list[Comparison]] = {}
+    found: list[Comparison] = []
+    for trace in traces:
+        answers, twin_answers = _answers(trace), _answers(twins[trace.repeat, trace.block])
+        counts = tuple(event.counts for event in trace.passes)
+        key = (trace.block, tuple(answers.items()), tuple(twin_answers.items()), counts)
+        if key not in known:
+            known[key] = compare_block(trace, blocks[trace.block], answers, twin_answers, fresh_parts)
+        found.extend(known[key])
+    return found
 
 
 def overall(comparisons: Sequence[Comparison]) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
 from experiments import equivalence, metrics, statistics
+from experiments.arm_fidelity import ArmFidelity, measure_fidelity
 from experiments.bench import NOBODY, Footprint, Measured, Watcher, measure_bench
 from experiments.equivalence import Comparison
 from experiments.hardware import Remember, measure_anew
@@ -15,7 +17,7 @@ from experiments.memory import MemoryProbeError, ProcessMemory, measure_memory
 from experiments.point import PreparedPoint
 from experiments.statistics import Ratio, Unit
 from experiments.strategy import Arm, build_parts
-from experiments.trace import RequestTimeline, Trace
+from experiments.trace import RequestTimeline, Trace, answers_of
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class PointResult:
     """What a measured point showed. Speed-ups are None where the strategy is its own reference.
 
     `memory` is that of the strategy alone in its own process; None where it wasn't measured, `memory_error` says
-    why if it was tried. `trouble` kept the outputs from being compared: whoever reports the result raises it then.
+    why if it was tried. `trouble` kept outputs or laws from being compared: whoever reports the result raises it then.
+    `fidelity` is None for a strategy that has neither a quantized part nor a draft model.
     """
 
     point: PreparedPoint
@@ -33,6 +36,7 @@ class PointResult:
     memory: ProcessMemory | None = None
     memory_error: str | None = None
     trouble: Exception | None = None
+    fidelity: ArmFidelity | None = None
 
     @property
     def traces(self) -> Sequence[Trace]:
@@ -102,6 +106,8 @@ class PointResult:
             found["memory/peak_mib"] = self.memory.peak_mib
             found["memory/steady_mib"] = self.memory.steady_mib
             found["memory/base_mib"] = self.memory.base_mib
+        if self.fidelity is not None:
+            found.update(self.fidelity.metrics)
         return {**found, **equivalence.quality(self.comparisons)}
 
 
@@ -135,20 +141,37 @@ def measure_point(
         hardware=point.hardware(remember),
         watcher=watcher,
     )
-    measured_s = time.perf_counter()
+    seconds = dict(measured.seconds)
     comparisons: list[Comparison] = []
+    fidelity: ArmFidelity | None = None
     trouble: Exception | None = None
     try:
-        comparisons = _compare(point, measured)
+        with timed(seconds, "compare outputs"):
+            comparisons = _compare(point, measured)
+        with timed(seconds, "measure fidelity"):
+            fidelity = _fidelity(point, measured)
     except Exception as error:  # what was measured is reported all the same
         trouble = error
-    compared_s = time.perf_counter()
-    seconds = {**measured.seconds, "compare outputs": compared_s - measured_s}
-    if not config.measure.memory:
-        return PointResult(point, measured, comparisons, seconds, trouble=trouble)
-    memory, memory_error = _memory(point)
-    seconds["measure memory"] = time.perf_counter() - compared_s
-    return PointResult(point, measured, comparisons, seconds, memory, memory_error, trouble)
+    memory, memory_error = None, None
+    if config.measure.memory:
+        with timed(seconds, "measure memory"):
+            memory, memory_error = _memory(point)
+    return PointResult(point, measured, comparisons, seconds, memory, memory_error, trouble, fidelity)
+
+
+@contextmanager
+def timed(seconds: dict[str, float], what: str) -> Iterator[None]:
+    """Adds how long the block took, also where it raises."""
+    start_s = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[what] = time.perf_counter() - start_s
+
+
+def _fidelity(point: PreparedPoint, measured: Measured) -> ArmFidelity | None:
+    answers = answers_of(measured.traces_of(point.arms.plain.name))
+    return measure_fidelity({"strategy": point}, answers).get("strategy")
 
 
 def _compare(point: PreparedPoint, measured: Measured) -> list[Comparison]:

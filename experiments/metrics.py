@@ -104,10 +104,11 @@ def tokens_per_pass(traces: Sequence[Trace]) -> dict[str, float]:
 def speculation(traces: Sequence[Trace]) -> dict[str, float]:
     """`spec/...`; empty for traces without a verify pass.
 
-    `acceptance_rate` is a ratio of sums. `accept_pos_<i>` is the share of steps that drafted at least i tokens in
-    which the i-th was accepted, `accept_cond_<i>` the same share of those in which the one before it was. Times are of
-    all steps, also of those that drafted nothing, whose target pass is a plain one: draft and verify times are measured
-    as such, overhead is what a step took beyond the two, which lie within it.
+    `acceptance_rate` is a ratio of sums, `acceptance_rate_judged` that of the draft tokens behind no rejected one.
+    `accept_pos_<i>` is the share of steps that drafted at least i tokens in which the i-th was accepted,
+    `accept_cond_<i>` the same share of those in which the one before it was. Times are of all steps, also of those that
+    drafted nothing, whose target pass is a plain one: draft and verify times are measured as such, overhead is what a
+    step took beyond the two, which lie within it.
     """
     steps = _speculative_steps(traces)
     if not steps:
@@ -124,6 +125,7 @@ def speculation(traces: Sequence[Trace]) -> dict[str, float]:
         "spec/drafted": drafted,
         "spec/accepted": accepted,
         **({"spec/acceptance_rate": accepted / drafted} if drafted else {}),
+        **({"spec/acceptance_rate_judged": judged_acceptance(by_position)} if drafted else {}),
         **{f"spec/accept_pos_{p.position}": p.accepted / p.drafted for p in by_position},
         **{f"spec/accept_cond_{p.position}": p.accepted / p.reached for p in by_position if p.reached},
         **_stats("spec/draft_ms", [1e3 * value for value in draft_s], "mean"),
@@ -174,9 +176,7 @@ def prediction(strategy: Sequence[Trace], plain: Sequence[Trace]) -> dict[str, f
     rest_s = (sum(step.duration_s for step in steps) - draft_s) / len(steps)
     row_steps = sum(len(step.output.request_ids) for step in steps)
     per_step = drafted / row_steps
-    # Of the draft tokens that were judged: those behind a rejected one say nothing.
-    judged = acceptance_by_position(strategy)
-    rate = sum(place.accepted for place in judged) / sum(place.reached for place in judged)
+    rate = judged_acceptance(acceptance_by_position(strategy))
     drafting = draft_s / len(steps) / per_step / plain_s
     return {"spec/predicted_speedup": predicted_speedup(rate, per_step, drafting, rest_s / plain_s)}
 
@@ -227,6 +227,11 @@ def acceptance_by_position(traces: Sequence[Trace]) -> list[PositionAcceptance]:
         )
         for position in range(1, deepest + 1)
     ]
+
+
+def judged_acceptance(by_position: Sequence[PositionAcceptance]) -> float:
+    """Share accepted of the draft tokens that were judged: those behind a rejected one say nothing."""
+    return sum(place.accepted for place in by_position) / sum(place.reached for place in by_position)
 
 
 def _decode_steps(traces: Sequence[Trace]) -> list:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from transformers import (
 
 from experiments import bundled_model, plugins
 from experiments.config import ModelConfig
+from quant.plan import WeightsPlan
 
 _DTYPES = {
     "bf16": torch.bfloat16,
@@ -28,7 +30,7 @@ _DTYPES = {
     "fp64": torch.float64,
 }
 # The draft of a model without a draft model of its own is its copy in this format.
-SELF_DRAFT_WEIGHTS = "bnb_nf4"
+SELF_DRAFT_WEIGHTS = "int4"
 BUNDLED = "bundled"
 
 
@@ -115,6 +117,9 @@ class ModelPool:
             self.configs[f"{self._draft.role}={self._draft.name}"] = self.draft_config
             self._check_vocabulary(self._draft)
         self._loaded: LoadedModels = {} if loaded is None else loaded
+        self._skeletons: dict[str, PreTrainedModel] = {}
+        # What converting weights took, repacking and compiling for a kernel included; loading them is not.
+        self.conversion_s = 0.0
 
     def target(self, weights: Any) -> PreTrainedModel:
         """The target in a weight format (its options)."""
@@ -132,6 +137,19 @@ class ModelPool:
     def vocab_size(self) -> int:
         """How many tokens both models have logits for: all laws are over them, padding of the wider one is cut."""
         return min(config.vocab_size for config in self.configs.values())
+
+    def target_plan(self, weights: Any) -> WeightsPlan | None:
+        """How the target will be stored in a format (its options), and by which kernels it will be multiplied.
+
+        None for a format that has nothing to tell. Loads nothing. Raises ValueError, in one line, where the format
+        can't hold the model.
+        """
+        return self._plan(self.target_config, weights, "weights")
+
+    def draft_plan(self, weights_name: str) -> WeightsPlan | None:
+        """The same of a draft model, or of the copy of the target that drafts."""
+        weights = plugins.default_options("weights", weights_name or self.default_draft_weights)
+        return self._plan(self.draft_config or self.target_config, weights, "drafter.weights")
 
     @property
     def default_draft_weights(self) -> str:
@@ -160,11 +178,23 @@ class ModelPool:
         key = f"{source.name}@{source.revision} {self.dtype} {self.device} {weights}"
         if key not in self._loaded:
             model = source.model(self.dtype, self.device)
+            start_s = time.perf_counter()
             try:
                 self._loaded[key] = weights.convert(model)
             except ValueError as error:
                 raise ValueError(f"{setting}={weights.name}: {error}") from error
+            self.conversion_s += time.perf_counter() - start_s
         return self._loaded[key]
+
+    def _plan(self, config: Any, weights: Any, setting: str) -> WeightsPlan | None:
+        key = str(config)
+        if key not in self._skeletons:
+            with torch.device("meta"):
+                self._skeletons[key] = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
+        try:
+            return weights.plan(self._skeletons[key], self.device, self.dtype)
+        except ValueError as error:
+            raise ValueError(f"{setting}={weights.name}: {error}") from error
 
     def _check_vocabulary(self, draft: ModelSource) -> None:
         target_width, draft_width = self.target_config.vocab_size, self.draft_config.vocab_size

@@ -30,7 +30,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "verifier": ("specdec.verifiers",),
     "draft_length": ("specdec.draft_length",),
     "workload": ("experiments.workloads",),
+    "experiment": ("experiments.studies",),
 }
+# What the options of a plug-in do, whatever the group.
+METHODS = ("build", "load", "convert", "prepare")
 # Before the name of an external file's module, which may otherwise be that of any library.
 EXTERNAL_PREFIX = "twospeed_plugin_"
 _registry: dict[str, dict[str, type]] = {}
@@ -130,11 +133,11 @@ def _options_class(module: ModuleType) -> type:
         and dataclasses.is_dataclass(value)
         and value.__module__ == module.__name__
         and not inspect.isabstract(value)
-        and (hasattr(value, "build") or hasattr(value, "load") or hasattr(value, "convert"))
+        and any(hasattr(value, method) for method in METHODS)
     ]
     if len(found) != 1:
         raise ValueError(
-            f"plug-in {module.__name__}: expected one dataclass of options with a method build, load or convert, "
+            f"plug-in {module.__name__}: expected one dataclass of options with a method {' or '.join(METHODS)}, "
             f"found {len(found)}"
         )
     return found[0]

@@ -12,12 +12,15 @@ from typing import Any
 from experiments import plugins
 from experiments.bench import Entry
 from experiments.config import RunConfig
+from experiments.corpora import check_corpus, corpus_texts
 from experiments.environment import default_threads, quota_cores
 from experiments.hardware import Hardware, Remember, measure_anew
 from experiments.models import LoadedModels, ModelPool, resolve_device, resolve_dtype, torch_dtype
 from experiments.sampling import check_token_ids, sampling_params, stop_ids, stop_rule
 from experiments.strategy import Arm, Arms, EngineSettings, arms_of, build_decoder
+from experiments.teacher_forcing import ForcedText
 from experiments.workloads.base import Prompt, WorkloadContext, encode
+from quant.plan import WeightsPlan
 from specdec.generation import end_of_text_ids
 from specdec.hf_adapter import check_supported
 from specdec.types import Request
@@ -28,7 +31,8 @@ class PreparedPoint:
     """A point that is ready to be measured; nothing heavy is loaded yet.
 
     `config` has every `auto` resolved. `requests` are in the order of `prompts`, their ids are indices. All laws are
-    over the first `vocab_size` tokens.
+    over the first `vocab_size` tokens. `corpus` is for a strategy that doesn't keep the reference's laws; empty for
+    others.
     """
 
     config: RunConfig
@@ -38,6 +42,7 @@ class PreparedPoint:
     requests: Sequence[Request]
     tokenize_ms: float
     vocab_size: int
+    corpus: Sequence[ForcedText] = ()
 
     @property
     def blocks(self) -> list[Sequence[Request]]:
@@ -69,6 +74,24 @@ class PreparedPoint:
             prefill_chunk=config.prefill_chunk,
             vocab_size=self.vocab_size,
         )
+
+    def weight_plans(self, arm: Arm) -> dict[str, WeightsPlan | None]:
+        """How an arm's weights will be stored and multiplied: `target`, and `draft` where a model drafts.
+
+        None for a format that has nothing to tell. Kernels are chosen by timing them, once per process, so the threads
+        should be set. Raises ValueError, in one line, where a format can't hold its model.
+        """
+        plans = {"target": self.pool.target_plan(arm.weights)}
+        if hasattr(arm.drafter, "weights"):
+            plans["draft"] = self.pool.draft_plan(arm.drafter.weights)
+        return plans
+
+    def with_kernels_of(self, plan: WeightsPlan | None) -> PreparedPoint:
+        """The same point with the kernels of the target's weights named that a plan chose, as every `auto` is."""
+        if plan is None:
+            return self
+        config = replace(self.config, weights=self.config.weights.resolved(plan))
+        return replace(self, config=config, arms=arms_of(config))
 
     def entry(self, arm: Arm) -> Entry:
         """An arm of this point, ready for the bench."""
@@ -127,7 +150,10 @@ def prepare(config: RunConfig, loaded: LoadedModels | None = None) -> PreparedPo
         for index, token_ids in enumerate(encoded)
     ]
     _check_fits(pool, prompts, requests)
-    return PreparedPoint(config, arms_of(config), pool, prompts, requests, tokenize_ms, pool.vocab_size)
+    arms = arms_of(config)
+    check_corpus(config.fidelity)
+    corpus = [] if arms.strategy.keeps_laws else corpus_texts(config.fidelity, pool.tokenizer, _context(pool))
+    return PreparedPoint(config, arms, pool, prompts, requests, tokenize_ms, pool.vocab_size, corpus)
 
 
 def _check_fits(pool: ModelPool, prompts: Sequence[Prompt], requests: Sequence[Request]) -> None:
@@ -140,6 +166,11 @@ def _check_fits(pool: ModelPool, prompts: Sequence[Prompt], requests: Sequence[R
                 check_supported(model_config, num_tokens)
             except ValueError as error:
                 raise ValueError(f"{what}: {error}") from error
+
+
+def _context(pool: ModelPool) -> int:
+    """Tokens that every model of the run can hold."""
+    return min(model_config.max_position_embeddings for model_config in pool.configs.values())
 
 
 def _hash(value: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from matplotlib.figure import Figure
 
-from experiments import environment, figures, other_tools, pass_kinds
+from experiments import environment, figures, other_tools, pass_kinds, weights_report
 from experiments.bench import Measured
 from experiments.clocks import energy_j, read_clocks
 from experiments.measured_point import PointResult
@@ -22,6 +22,7 @@ from experiments.report import markdown_table, notes, paragraphs, point_rows, th
 from experiments.strategy import Arm
 from experiments.trace import RequestTimeline, Trace, as_rows, timelines
 from experiments.tracking import LoggedRun
+from quant.plan import WeightsPlan
 
 NONE = "none"
 
@@ -46,7 +47,7 @@ def tags_before(point: PreparedPoint, sweep_id: str | None) -> dict[str, str]:
         **{name: NONE if part is None else part.name for name, part in parts.items()},
         "dtype": config.dtype,
         "device": config.device,
-        "kernels": _kernels(arm),
+        "kernels": _kernels(point, arm),
         "workload": config.workload.name,
         "batch_size": str(config.batch_size),
         "config_hash": point.config_hash,
@@ -65,15 +66,34 @@ def git_tags() -> dict[str, str]:
     return {"git_commit": git["commit"], "git_dirty": str(git["dirty"]).lower()}
 
 
-def _kernels(arm: Arm) -> str:
-    """Whose kernels an arm's products run on: the target's weights first, then a draft model's."""
-    return ", ".join(dict.fromkeys(weights.kernels for weights in arm.all_weights))
+def _kernels(point: PreparedPoint, arm: Arm) -> str:
+    """What multiplies by an arm's weights: the target's first, then a draft model's; `none` where they don't fit."""
+    plans = _plans(point, arm)
+    if not plans:
+        return NONE
+    names = [
+        [weights.kernels] if plan is None else plan.kernels
+        for weights, plan in zip(arm.all_weights, plans.values(), strict=True)
+    ]
+    return ", ".join(dict.fromkeys(name for found in names for name in found))
+
+
+def _plans(point: PreparedPoint, arm: Arm) -> dict[str, WeightsPlan | None]:
+    """How an arm's weights will be stored; empty where they don't fit, which whoever loads them reports."""
+    try:
+        return point.weight_plans(arm)
+    except ValueError:
+        return {}
 
 
 def record_setting(point: PreparedPoint, machine: Mapping[str, Any], logged: LoggedRun) -> None:
     """Log what is known before anything is loaded: a run that fails later has it too."""
     logged.log_text(yaml.safe_dump(asdict(point.config), sort_keys=False), "config/resolved.yaml")
     record_environment(machine, logged)
+    for role, plan in _plans(point, point.arms.strategy).items():
+        if plan is not None:
+            title = f"# Weights of the {role}\n\n{markdown_table(weights_report.rows(plan))}"
+            logged.log_text(f"{title}\n\n{weights_report.totals(plan)}\n", f"config/weights_{role}.md")
     if point.config.plugin is not None:
         logged.log_file(Path(point.config.plugin), "config")
 

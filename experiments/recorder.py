@@ -110,4 +110,5 @@ class Recorder:
 
 def _pass_event(start_s: float, end_s: float, what: tuple) -> PassEvent:
     phase, counts, width, slots, lengths, num_passes = what
-    return PassEvent(phase, start_s, end_s, counts, width, lengths[slots], sum(lengths), num_passes)
+    others = lengths[: slots.start or 0] + lengths[slots.stop :]
+    return PassEvent(phase, start_s, end_s, counts, width, lengths[slots], sum(lengths), num_passes, others)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from rich.markup import escape
 from rich.table import Table
 
+from experiments import fidelity_report, weights_report
 from experiments.bench import MIB, OK, Footprint, Measured
 from experiments.equivalence import EXACT, Comparison
 from experiments.measured_point import PointResult
@@ -13,6 +15,7 @@ from experiments.point import PreparedPoint
 from experiments.roofline import PassParts
 from experiments.statistics import Ratio, Unit, detectable_frac
 from experiments.strategy import Arm
+from quant.plan import WeightsPlan
 
 Format = Callable[[float], str]
 
@@ -89,7 +92,7 @@ def footprint_lines(footprints: Mapping[str, Footprint]) -> list[str]:
     return [
         f"memory     {arm}: weights {size.weights_bytes / MIB:.0f} MiB "
         f"({size.target.weights_read_bytes / MIB:.0f} MiB read per target pass), "
-        f"KV {size.target.kv_bytes_per_token:,} bytes per token, {size.kv_allocated_bytes / MIB:.1f} MiB allocated"
+        f"KV {size.target.kv_bytes_per_token:,.0f} bytes per token, {size.kv_allocated_bytes / MIB:.1f} MiB allocated"
         for arm, size in footprints.items()
     ]
 
@@ -108,12 +111,26 @@ def variant(arm: Arm) -> str:
     return " / ".join(describe(part) for part in parts if part is not None)
 
 
+def weights_lines(plans: Mapping[str, WeightsPlan | None]) -> list[Table | str]:
+    """A table and a line for each model whose weights are not stored as they come."""
+    lines: list[Table | str] = []
+    for role, plan in plans.items():
+        if plan is not None:
+            lines += [
+                f"weights of the {role}",
+                console_table(weights_report.rows(plan)),
+                weights_report.totals(plan),
+            ]
+    return lines
+
+
 Rows = list[list[str]]
 
 
 def point_rows(result: PointResult) -> Rows:
     """The headline table of a point: one column per arm, medians over requests; the first row is the heading."""
-    arms = [arm.name for arm in result.point.arms.distinct]
+    distinct = result.point.arms.distinct
+    arms = [arm.name for arm in distinct]
     references = [MISSING] * (len(arms) - 1)
     speedup, verdict = result.speedups.get("decode_vs_plain"), result.verdict or MISSING
     return [
@@ -121,6 +138,8 @@ def point_rows(result: PointResult) -> Rows:
         ["decode speed-up [95 % interval]", ratio_text(speedup), *references],
         ["verdict", verdict, *references],
         ["output against its twin", result.equivalence, *references],
+        # Speculation adds nothing: the twin's laws are the strategy's.
+        *fidelity_report.rows([None if arm.keeps_laws else result.fidelity for arm in distinct]),
     ]
 
 
@@ -142,9 +161,11 @@ def console_table(rows: Rows) -> Table:
     for index, cell in enumerate(heading):
         # Only the first column may be broken: it is words.
         is_first = index == 0
-        table.add_column(cell, justify="left" if is_first else "right", no_wrap=not is_first, overflow="fold")
+        table.add_column(
+            escape(cell), justify="left" if is_first else "right", no_wrap=not is_first, overflow="fold"
+        )
     for row in body:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     return table
 
 
@@ -165,9 +186,13 @@ def notes(result: PointResult) -> list[str]:
         if comparison.grade != EXACT
     ]
     lines += excluded_lines(result.excluded, prompt_ids)
+    lines += fidelity_report.lines(result.fidelity, result.metrics)
     lines += step_lines(result.metrics)
     lines += parts_lines(measured, [point.arms.strategy.name])
     lines += noise_lines(measured)
+    if result.comparisons:
+        lines.append(weights_report.exactness_line(point.weight_plans(point.arms.strategy)))
+    lines.append(weights_report.first_use_line(point.pool.conversion_s))
     if result.memory is not None:
         lines.append(
             f"memory of the strategy alone, in its own process: peak {result.memory.peak_mib:.0f} MiB, afterwards "
@@ -175,7 +200,7 @@ def notes(result: PointResult) -> list[str]:
         )
     if result.memory_error is not None:
         lines.append(f"memory of the strategy alone was not measured: {result.memory_error}")
-    return [*lines, time_line(result.seconds)]
+    return [*filter(None, lines), time_line(result.seconds)]
 
 
 def mismatch_line(comparison: Comparison, prompt_ids: Sequence[str], tokenizer: object) -> str:

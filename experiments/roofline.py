@@ -32,23 +32,35 @@ class ModelCost:
 
     `weights_read_bytes` are read by a pass over one token; `embedding_row_bytes` by each further one (0 where the
     table is the head, which is read whole). `attention_width` is layers x query heads x head dimension.
+    `kv_bytes_per_token` are those of one more token of a long text, `kv_row_bytes[n]` those that a row of n tokens
+    holds where that is not simply n times as much.
     """
 
     weights_read_bytes: int
     embedding_row_bytes: int
-    kv_bytes_per_token: int
+    kv_bytes_per_token: float
     body_parameters: int
     head_parameters: int
     attention_width: int
+    kv_row_bytes: tuple[int, ...] = ()
 
     def weight_bytes(self, event: PassEvent) -> int:
         more_tokens = max(0, sum(event.counts) - event.num_passes)
         return event.num_passes * self.weights_read_bytes + more_tokens * self.embedding_row_bytes
 
     def kv_bytes(self, event: PassEvent) -> float:
-        """Read and written. Of a prompt in chunks, each of which reads all before it: as if they were equally long."""
-        read = sum(event.kv_lengths) * (event.num_passes + 1) / 2
-        return self.kv_bytes_per_token * (read + sum(event.counts))
+        """Read and written. Of a prompt in chunks, each of which reads all before it: as if they were equally long.
+
+        What a store packs later is counted as written once, when the token comes.
+        """
+        read = self.held_kv_bytes(event.kv_lengths) * (event.num_passes + 1) / 2
+        return read + self.held_kv_bytes([1]) * sum(event.counts)
+
+    def held_kv_bytes(self, lengths: Iterable[int]) -> float:
+        """Bytes of the cache that rows of so many tokens hold."""
+        if not self.kv_row_bytes:
+            return self.kv_bytes_per_token * sum(lengths)
+        return sum(self.kv_row_bytes[length] for length in lengths)
 
     def bytes_moved(self, event: PassEvent) -> float:
         return self.weight_bytes(event) + self.kv_bytes(event)

@@ -12,8 +12,8 @@ from experiments import command_line, environment, record, report, sweep_report,
 from experiments.bench import UnfitPartsError, Watcher
 from experiments.bundled_model import BundledModelError
 from experiments.ceilings_store import StoredCeilings
-from experiments.command_line import BadInputError, Sweep
-from experiments.config import RunConfig
+from experiments.command_line import BAD_INPUT, FAILURE_STATUS, BadInputError, Sweep, explain_arm
+from experiments.config import RunConfig, given_overrides
 from experiments.measured_point import measure_point
 from experiments.point import prepare
 from experiments.terminal import OUT, print_lines, progress
@@ -31,12 +31,20 @@ def run_point(config: RunConfig, sweep: Sweep) -> None:
     Raises BadInputError for whatever the user can mend: mostly before anything is loaded or logged; parts that
     turn out not to fit when they are loaded leave a FAILED run, as does everything that is raised later.
     """
+    if config.experiment is not None:
+        run_study(config, sweep)
+        return
     started_s = time.perf_counter()
     try:
         point = prepare(config)
+        torch.set_num_threads(point.config.threads or 1)  # for what is timed, the choice of kernels included
+        plans = point.weight_plans(point.arms.strategy)
+        point = point.with_kernels_of(plans["target"])
     except (ValueError, BundledModelError) as error:
         raise BadInputError(str(error)) from error
     print_lines(report.plan_lines(point))
+    for part in report.weights_lines(plans):
+        OUT.print(part, markup=False)
     OUT.print(f"loads, warms up, then measures {point.num_block_runs} blocks of prompts in turn")
     sweep.studies.add(config.study)
     store = tracking.open_store()
@@ -46,7 +54,6 @@ def run_point(config: RunConfig, sweep: Sweep) -> None:
     ceilings = StoredCeilings(store, config.study, point.config.measure.ceilings == "refresh")
     try:
         with tracking.run(store, config.study, name, tags, vars(point.config)) as logged:
-            torch.set_num_threads(point.config.threads or 1)  # the environment says how many
             before = environment.collect()
             record.record_setting(point, before, logged)
             with progress(point.num_block_runs) as advance:
@@ -67,6 +74,22 @@ def run_point(config: RunConfig, sweep: Sweep) -> None:
         raise BadInputError(str(error)) from error
     OUT.print(f"{time.perf_counter() - started_s:.0f} s in all; logged as run {logged.run_id}")
     OUT.print("compare runs in a browser: python -m experiments.ui")
+
+
+def run_study(config: RunConfig, sweep: Sweep) -> None:
+    """A named experiment, which logs its own runs. Raises BadInputError for whatever the user can mend."""
+    try:
+        measure_study = config.experiment.prepare(given_overrides())
+    except BAD_INPUT as error:
+        raise BadInputError(explain_arm(error)) from error
+    sweep.studies.add(config.study)
+    try:
+        is_whole = measure_study()
+    except UnfitPartsError as error:
+        raise BadInputError(str(error)) from error
+    if not is_whole:
+        sweep.failures.append(f"experiment {config.experiment.name}: some of it failed, as said above")
+        sweep.status = FAILURE_STATUS
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ from experiments.config import RunConfig
 from experiments.models import ModelPool
 from experiments.pass_costs import measure_costs
 from specdec.decoding.base import Decoder, DecodingParts
-from specdec.drafters.base import DrafterContext
+from specdec.drafters.base import Drafter, DrafterContext
 from specdec.draws import KeyedDraws
+from specdec.kv_cache import KVCache
 from specdec.progress import StopRule
 from specdec.runner import ModelRunner
 from specdec.sampling import Sampler
@@ -40,13 +41,23 @@ class Arm:
     def declares_lossless(self) -> bool:
         """Declared, not checked: the output law is that of plain weights, plain cache, one token per pass."""
         verifies_exactly = self.verifier is None or self.verifier.lossless
-        return self.weights.lossless and self.kv.lossless and verifies_exactly
+        return self.keeps_laws and verifies_exactly
+
+    @property
+    def keeps_laws(self) -> bool:
+        """Declared: the target's laws are those of plain weights and plain cache, whatever the decoding adds."""
+        return self.weights.lossless and self.kv.lossless
 
     @property
     def all_weights(self) -> list[Any]:
         """Formats of the weights, as options: the target's, then a draft model's where there is one."""
         draft = getattr(self.drafter, "weights", "")
         return [self.weights, *([plugins.default_options("weights", draft)] if draft else [])]
+
+    @property
+    def longest_pass(self) -> int:
+        """Tokens per row of its widest pass that is not over a prompt: the newest token and the drafts behind it."""
+        return 1 if self.draft_length is None else self.draft_length.max + 1
 
     def same_parts(self, other: Arm) -> bool:
         return dataclasses.replace(self, name="") == dataclasses.replace(other, name="")
@@ -142,34 +153,12 @@ def build_parts(arm: Arm, pool: ModelPool, settings: EngineSettings) -> Decoding
 
     Raises ValueError, in one line, where the parts don't fit together.
     """
-    runner = ModelRunner(
-        pool.target(arm.weights),
-        settings.num_slots,
-        settings.capacity,
-        prefill_chunk=settings.prefill_chunk,
-        pass_tokens=arm.pass_tokens,
-        vocab_size=settings.vocab_size,
-        make_store=arm.kv.build,
-    )
+    runner = build_runner(arm, pool, settings)
     if arm.pass_tokens is not None:
         check_bits(runner, arm.pass_tokens, settings.num_slots, settings.capacity)
-    sampler = Sampler(settings.sampling, settings.stop_ids)
-    context = DrafterContext(
-        settings.num_slots,
-        settings.capacity,
-        runner.vocab_size,
-        runner.device,
-        sampler,
-        runner.model,
-        pool.draft,
-        runner.cache,
-        pool.draft_is_target,
-        settings.prefill_chunk,
-        pool.target_copy,
-    )
     parts = DecodingParts(
         runner,
-        sampler,
+        Sampler(settings.sampling, settings.stop_ids),
         KeyedDraws(settings.seed),
         settings.stop_rule,
         settings.num_slots,
@@ -180,9 +169,48 @@ def build_parts(arm: Arm, pool: ModelPool, settings: EngineSettings) -> Decoding
     costs = None
     if arm.draft_length.needs_costs:
         # With a drafter of its own: one that remembers texts must not know the one that this is measured with.
-        throwaway = dataclasses.replace(parts, drafter=arm.drafter.build(context))
+        throwaway = dataclasses.replace(parts, drafter=build_drafter(arm, pool, settings, runner.cache))
         costs = measure_costs(throwaway, arm.draft_length.max, settings.capacity)
         del throwaway  # and its cache, before there is another
     return dataclasses.replace(
-        parts, drafter=arm.drafter.build(context), draft_length=arm.draft_length.build(costs)
+        parts,
+        drafter=build_drafter(arm, pool, settings, runner.cache),
+        draft_length=arm.draft_length.build(costs),
     )
+
+
+def build_runner(arm: Arm, pool: ModelPool, settings: EngineSettings) -> ModelRunner:
+    """The target of an arm, with a cache of its own."""
+    return ModelRunner(
+        pool.target(arm.weights),
+        settings.num_slots,
+        settings.capacity,
+        prefill_chunk=settings.prefill_chunk,
+        pass_tokens=arm.pass_tokens,
+        vocab_size=settings.vocab_size,
+        longest_pass=arm.longest_pass,
+        make_store=arm.kv.build,
+    )
+
+
+def build_drafter(
+    arm: Arm, pool: ModelPool, settings: EngineSettings, target_cache: KVCache
+) -> Drafter | None:
+    """The drafter of an arm, with a cache of its own or on the target's; None for an arm without."""
+    if arm.drafter is None:
+        return None
+    target = pool.target(arm.weights)
+    context = DrafterContext(
+        settings.num_slots,
+        settings.capacity,
+        target.config.vocab_size if settings.vocab_size is None else settings.vocab_size,
+        target.device,
+        Sampler(settings.sampling, settings.stop_ids),
+        target,
+        pool.draft,
+        target_cache,
+        pool.draft_is_target,
+        settings.prefill_chunk,
+        pool.target_copy,
+    )
+    return arm.drafter.build(context)

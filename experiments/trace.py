@@ -15,7 +15,7 @@ class PassEvent:
 
     `phase` is prefill, decode, verify (target), draft_prefill or draft (draft model). `counts` are the real tokens of
     each row, `width` the tokens per row with padding, `kv_lengths` the cached tokens of each row of the pass
-    afterwards, and `kv_tokens` those of all slots.
+    afterwards, `other_kv_lengths` those of the slots that are not in it, and `kv_tokens` those of all slots together.
     """
 
     phase: str
@@ -26,6 +26,7 @@ class PassEvent:
     kv_lengths: tuple[int, ...]
     kv_tokens: int
     num_passes: int = 1
+    other_kv_lengths: tuple[int, ...] = ()
 
     @property
     def duration_s(self) -> float:
@@ -117,6 +118,15 @@ def _timeline(trace: Trace, request_id: int, found: list[tuple[StepEvent, int]])
         token_ids=tuple(token for commit in commits for token in commit),
         block=trace.block,
     )
+
+
+def answers_of(traces: Iterable[Trace]) -> dict[int, tuple[int, ...]]:
+    """The new tokens of each request, as an arm wrote them first."""
+    found: dict[int, tuple[int, ...]] = {}
+    for trace in sorted(traces, key=lambda trace: trace.repeat):
+        for timeline in timelines(trace):
+            found.setdefault(timeline.request_id, timeline.token_ids)
+    return found
 
 
 def as_rows(traces: Iterable[Trace]) -> Iterable[dict[str, Any]]:

@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 if TYPE_CHECKING:
+    from specdec.columns import Columns
     from specdec.kv_cache import KVStore, PassLayout
 
 ATTENTION_NAME = "twospeed_ragged"
@@ -38,11 +39,12 @@ class AttentionRule:
 
 
 def grouped_attention(
-    query: Tensor, keys: Tensor, values: Tensor, layout: PassLayout, rule: AttentionRule
+    query: Tensor, keys: Tensor, values: Tensor, layout: PassLayout | Columns, rule: AttentionRule
 ) -> Tensor:
     """Causal attention of `query [B, H, T, D]` over `keys`, `values [B, KVH, extent, D]`: `[B, T, H, D]`.
 
-    A query at position n sees the keys at positions 0..n of its own row, whatever stale data lies behind.
+    A query at position n sees the keys at positions 0..n of its own row, whatever stale data lies behind. Where the
+    layout is `Columns`, the keys are those, instead of positions 0..extent - 1.
     """
     window = rule.window if rule.window is not None and rule.window < layout.extent else None
     if layout.is_whole_prompt and window is None and rule.softcap is None:

@@ -103,7 +103,7 @@ class HFAdapter:
     def device(self) -> torch.device:
         return self.model.device
 
-    def cache_shape(self, num_slots: int, capacity: int) -> CacheShape:
+    def cache_shape(self, num_slots: int, capacity: int, longest_pass: int | None = None) -> CacheShape:
         """The cache this model needs.
 
         Raises ValueError when `capacity` exceeds the model's context.
@@ -119,6 +119,7 @@ class HFAdapter:
             head_dim,
             self.model.dtype,
             self.device,
+            longest_pass,
         )
 
     @torch.no_grad()  # not inference_mode: some quantized weights fail under it

@@ -15,12 +15,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specdec.attention import AttentionRule
+from specdec.attention import AttentionRule, grouped_attention
+from specdec.columns import Columns
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Sizes of a cache. `capacity` is the number of positions a row can hold."""
+    """Sizes of a cache. `capacity` is the number of positions a row can hold.
+
+    `longest_pass` is the most tokens that a pass appends to a row before they are judged, that is all passes but those
+    over a prompt; None where it isn't known.
+    """
 
     num_layers: int
     num_slots: int
@@ -29,6 +34,14 @@ class CacheShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    longest_pass: int | None = None
+
+    def holds(self, other: CacheShape) -> bool:
+        """Is it as large or larger, for heads and numbers of the same kind?"""
+        sizes = ((shape.num_layers, shape.num_slots, shape.capacity) for shape in (self, other))
+        kinds = ((shape.num_kv_heads, shape.head_dim, shape.dtype, shape.device) for shape in (self, other))
+        ours, theirs = sizes
+        return len(set(kinds)) == 1 and all(our >= their for our, their in zip(ours, theirs, strict=True))
 
 
 @dataclass(frozen=True)
@@ -91,6 +104,16 @@ class PassLayout:
     def row_index(self) -> Tensor:
         return torch.arange(self.rows.start, self.rows.stop, device=self.device).unsqueeze(1)
 
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule) -> Tensor:
+        """Attention of `query [B, H, T, D]` over positions 0..extent - 1, `keys`, `values [B, KVH, extent, D]`."""
+        return grouped_attention(query, keys, values, self, rule)
+
+    def columns(
+        self, positions: Tensor, since: Tensor, until: Tensor, tokens: slice = slice(None)
+    ) -> Columns:
+        """What the pass's tokens `tokens` attend to where a store arranges keys in another way; see `Columns`."""
+        return Columns(self, tokens, positions, since, until)
+
     def additive_mask(self, dtype: torch.dtype, repeats: int, window: int | None = None) -> Tensor:
         """`[B, 1, repeats * T, extent]`: 0 where a query may look, -inf where not. Made once per pass and window."""
         key = (dtype, repeats, window)
@@ -112,7 +135,11 @@ class PassLayout:
 
 
 class KVStore(Protocol):
-    """How keys and values are stored. Row and position are as in `PassLayout`."""
+    """How keys and values are stored. Row and position are as in `PassLayout`.
+
+    What a query sees of a token may depend on the two positions, but not on which passes wrote them, nor on tokens that
+    were rejected: else speculation would not equal decoding token by token over the same store.
+    """
 
     shape: CacheShape
 
@@ -125,7 +152,10 @@ class KVStore(Protocol):
         ...
 
     def commit(self, lengths: Sequence[int]) -> None:
-        """The first `lengths[slot]` tokens of each slot are final: a store may pack them now, never earlier."""
+        """The first `lengths[slot]` tokens of each slot are final: a store may pack them now, never earlier.
+
+        Fewer than were final before say nothing new.
+        """
         ...
 
     def move(self, source: int, destination: int, length: int) -> None:
@@ -137,10 +167,15 @@ class KVStore(Protocol):
         ...
 
     def live_bytes(self, lengths: Sequence[int]) -> int:
-        """Bytes that hold tokens, scales included."""
+        """Bytes that hold tokens, scales included: also what a pass over these rows reads."""
         ...
 
     def allocated_bytes(self) -> int: ...
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes that one more token of a long text takes in the end, scales included."""
+        ...
 
 
 class KVCache:
@@ -190,6 +225,10 @@ class KVCache:
     def commit(self) -> None:
         """All that the slots hold now is final."""
         self.store.commit(self.lengths)
+
+    def commit_slot(self, slot: int) -> None:
+        """All that one slot holds now is final."""
+        self.store.commit([length if other == slot else 0 for other, length in enumerate(self.lengths)])
 
     def move(self, source: int, destination: int) -> None:
         self.store.move(source, destination, self.lengths[source])
@@ -244,6 +283,9 @@ class CacheView(KVCache):
             self._ahead[slot] = max(0, min(self._ahead[slot], length - self._owner.lengths[slot]))
 
     def commit(self) -> None:
+        pass  # the owner's to say
+
+    def commit_slot(self, slot: int) -> None:
         pass  # the owner's to say
 
     def move(self, source: int, destination: int) -> None:

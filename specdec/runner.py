@@ -7,7 +7,6 @@ that stays, which is also how rejected draft tokens are rolled back.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -62,8 +61,11 @@ class ModelRunner:
             whole buffer: passes of one shape round alike, so that what a token's logits are does not depend on how
             many others its pass had. None: passes are as large as needed.
         vocab_size: logits are cut to the first so many tokens; None: the model's own.
+        longest_pass: the most tokens per row of a verify pass, for stores that depend on it; default: `pass_tokens`,
+            where that is given.
         make_store: builds the KV store for a given shape; the dense store by default.
-        cache: a cache to use instead, of that many slots and that capacity, such as a view of another runner's.
+        cache: a cache to use instead, of at least as many slots, layers and that capacity, such as a view of another
+            runner's.
 
     Raises:
         ValueError: an unknown model family, a capacity or vocabulary beyond the model's, or a cache of another shape.
@@ -78,6 +80,7 @@ class ModelRunner:
         prefill_chunk: int | None = None,
         pass_tokens: int | None = None,
         vocab_size: int | None = None,
+        longest_pass: int | None = None,
         make_store: Callable[[CacheShape], KVStore] = DenseStore,
         cache: KVCache | None = None,
     ) -> None:
@@ -91,8 +94,8 @@ class ModelRunner:
         self._num_slots = num_slots
         self._pass_tokens = pass_tokens
         self.prefill_chunk: int | None = prefill_chunk
-        shape = self._adapter.cache_shape(num_slots, capacity)
-        if cache is not None and replace(shape, num_layers=cache.store.shape.num_layers) != cache.store.shape:
+        shape = self._adapter.cache_shape(num_slots, capacity, pass_tokens or longest_pass)
+        if cache is not None and not cache.store.shape.holds(shape):
             raise ValueError(f"the model needs a cache of {shape}, the one given is of {cache.store.shape}")
         self.cache = KVCache(make_store(shape)) if cache is None else cache
 
@@ -165,6 +168,7 @@ class ModelRunner:
         chunks = tokens.split(self.prefill_chunk or len(prompt), dim=1)
         for chunk in chunks:
             logits = self._pass(chunk, slot, [chunk.shape[1]], last_only=True)
+            self.cache.commit_slot(slot)  # nobody rejects a prompt
         return logits[:, -1]
 
     def _pass(self, token_ids: Tensor, first_slot: int, counts: Sequence[int], last_only: bool) -> Tensor:

@@ -30,8 +30,9 @@ from experiments.load import MOST_FOREIGN_CORES, ForeignLoad
 from experiments.roofline import Ceilings, ModelCost
 from experiments.statistics import FASTER, NO_DIFFERENCE, SLOWER, TOO_FEW, Ratio, decode_speedup
 from experiments.strategy import Arm, arms_of
-from experiments.trace import Trace
+from experiments.trace import PassEvent, Trace
 from quant.footprint import stored_bytes
+from quant.kv.sealed_groups import SealedGroupsOptions
 from specdec.decoding.base import Decoder
 from specdec.drafters.layer_skip import without_layers
 from specdec.runner import ModelRunner
@@ -48,7 +49,7 @@ COST = ModelCost(
     attention_width=0,
 )
 DRAFT_COST = replace(COST, weights_read_bytes=10_000_000, kv_bytes_per_token=500_000)
-FOOTPRINT = Footprint(128 * MIB, 32 * MIB, 0.25, COST)
+FOOTPRINT = Footprint(128 * MIB, 32 * MIB, 0.25, 10.5, COST)
 AGAIN = ("reference again", "reference")
 
 
@@ -236,7 +237,7 @@ def test_cached_bytes_are_the_most_of_both_models() -> None:
     assert replace(arms, footprints=shared).metrics_of("specdec")["memory/kv_mib"] == 11 * 1_000_000 / MIB
     assert metrics["memory/kv_bytes_per_token"] == 1_000_000
     assert (metrics["memory/weights_mib"], metrics["memory/kv_allocated_mib"]) == (128, 32)
-    assert metrics["memory/quantized_share"] == 0.25
+    assert (metrics["memory/quantized_share"], metrics["memory/bits_per_weight"]) == (0.25, 10.5)
 
 
 # --- measuring: tiny models
@@ -382,6 +383,34 @@ def test_a_cost_is_counted_from_the_model() -> None:
     norms, row, rotation = 5 * 32, 32, 2 * 4
     assert cost.embedding_row_bytes == 4 * row
     assert cost.weights_read_bytes == 4 * (2 * layer + 61 * 32 + norms + row + rotation)
+
+
+def test_the_bytes_of_a_quantized_cache_are_those_of_its_rows() -> None:
+    """Two rows hold more than one as long as both: each has a dense tail of its own."""
+    store = SealedGroupsOptions(block=4, tail=4).build
+
+    def make() -> Decoder:
+        return build_decoder(ModelRunner(MODEL, 2, 30, make_store=store), num_slots=2)
+
+    found = measured(entry("kv", make))
+    cost = found.footprints["kv"].target
+    dense, sealed = 2 * 2 * 2 * 8 * 4, 2 * 2 * ((4 + 2 * 16 / 4) + (4 + 4)) * 1.0
+    assert cost.kv_bytes_per_token == sealed
+    assert [cost.kv_row_bytes[n] for n in (0, 1, 7, 8, 12)] == [
+        0,
+        dense,
+        7 * dense,
+        4 * sealed + 4 * dense,
+        8 * sealed + 4 * dense,
+    ]
+    event = PassEvent("decode", 0.0, 1.0, (1,), 1, (12,), 20, other_kv_lengths=(8,))
+    assert cost.held_kv_bytes(event.kv_lengths) == 8 * sealed + 4 * dense
+    assert cost.kv_bytes(event) == 8 * sealed + 4 * dense + dense
+    held = bench._memory(found.footprints["kv"], [trace(passes=[event])])
+    assert held["memory/kv_mib"] * MIB == 12 * sealed + 8 * dense
+    assert held["memory/kv_bytes_per_token"] == sealed
+    allocated = found.footprints["kv"].kv_allocated_bytes
+    assert held["memory/kv_allocated_mib"] * MIB == allocated
 
 
 def test_a_model_that_drafts_for_itself_is_stored_once() -> None:

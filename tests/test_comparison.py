@@ -382,13 +382,15 @@ def test_speed_ups_by_category_are_those_of_its_prompts(root: Path, prepared: Pr
     metrics = compare_report.metrics(found)
     for category in ("odd_one", "even"):
         assert f"compare/prompt_lookup_draft_length.max_3.decode.{category}.ci_low" in metrics
-    assert "## Decode speed-up by category" in compare_report.markdown(found)
+    assert "## Decode speed-up by category" in compare_report.markdown(
+        found, compare_report.console_rows(found)
+    )
 
 
 def test_one_category_has_no_table(result: ComparisonResult) -> None:
     assert result.by_category == {}
     assert compare_report.category_rows(result) == list(compare_report.category_lines(result)) == []
-    assert "by category" not in compare_report.markdown(result)
+    assert "by category" not in compare_report.markdown(result, compare_report.console_rows(result))
 
 
 ODD_CATEGORIES = ("", "a|b\nc", "x" * 300, "ci_low", "\u6570\u5b66", "\u7269\u7406")
@@ -431,7 +433,7 @@ def test_without_a_candidate_or_a_pair_nothing_is_said_by_category(root: Path, p
 
 
 def test_a_candidate_that_cannot_be_built_leaves_the_others(prepared: Prepare) -> None:
-    label = "baseline weights=bnb_nf4"
+    label = "baseline weights=bnb_nf4 weights.keep=[nothing]"
     found = measure_comparison(prepared(label, LOOKUP))
     assert isinstance(found.measured.failures[label], UnfitPartsError)
     assert set(found.speedups) == {LOOKUP}
@@ -463,7 +465,7 @@ def test_a_baseline_that_fails_is_raised(prepared: Prepare, fragile: str) -> Non
     with pytest.raises(RuntimeError, match="injected"):
         measure_comparison(prepared("baseline", baseline=f"{fragile} drafter.calls=3"))
     with pytest.raises(UnfitPartsError, match="bnb_nf4"):
-        measure_comparison(prepared("baseline", baseline="baseline weights=bnb_nf4"))
+        measure_comparison(prepared("baseline", baseline="baseline weights=bnb_nf4 weights.keep=[nothing]"))
 
 
 def test_memory_that_could_not_be_measured_is_explained(
@@ -571,8 +573,9 @@ def test_a_verdict_comes_with_the_total_and_the_texts(result: ComparisonResult) 
 
 
 def test_the_report_has_a_column_per_arm_and_says_what_was_compared(result: ComparisonResult) -> None:
-    text = compare_report.markdown(result)
-    table = [line for line in text.splitlines() if line.startswith("|")]
+    text = compare_report.markdown(result, compare_report.console_rows(result))
+    assert markdown_table(compare_report.console_rows(result)) in text
+    table = [line for line in text.partition("## All figures")[2].splitlines() if line.startswith("|")]
     assert table[0] == f"| arm | baseline | {LOOKUP} | {SELF_DRAFT} |"
     assert {line.count("|") for line in table} == {5}
     assert text.startswith("# Against baseline\n\n* prompt_lookup")

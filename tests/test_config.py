@@ -56,6 +56,7 @@ def test_every_preset_resolves_to_typed_options(preset: str) -> None:
 def test_the_presets_are_those_of_this_stage() -> None:
     drafted = {"specdec", "prompt_lookup", "suffix", "fallback", "layer_skip"}
     assert set(PRESETS) >= {"baseline", "no_cache", *drafted, "self_nf4", "self_int8", "self_int4"}
+    assert set(PRESETS) >= {"int8", "int4", "bnb_int8", "bnb_nf4", "quanto_int8", "quanto_int4"}
 
 
 def test_the_defaults_are_the_bundled_model_and_the_embedded_prompts() -> None:
@@ -149,7 +150,7 @@ def test_whatever_drafts_with_a_model_may_take_the_target(drafter: str) -> None:
         (["strategy=x"], ["unknown strategy 'x'", *PRESETS]),
         (["model=x"], ["unknown model 'x'", "bundled"]),
         (["workload=x"], ["unknown workload 'x'", "embedded", "hf", "jsonl", "random"]),
-        (["weights=x"], ["unknown weights 'x'", "bnb_nf4", "plain", "torch_int4", "torch_int8"]),
+        (["weights=x"], ["unknown weights 'x'", "bnb_nf4", "plain", "int4", "int8", "quanto_int8"]),
         (["kv=x"], ["unknown kv 'x'", "dense"]),
         (["decoding=x"], ["unknown decoding 'x'", "autoregressive", "no_cache", "speculative"]),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -290,6 +291,37 @@ def test_a_first_token_that_differs_is_a_fault() -> None:
     strategy = build_decoder(WidthRunner(lambda text: [0, 0, 0, 0, 1, 0, 0, 0], 1, 0.0, 0.0), num_slots=1)
     (found,) = graded(strategy, make_runner, requests_for([[3, 1]], 4))
     assert (found.grade, found.position, found.token_id, found.twin_token_id) == (DIVERGED, 0, 4, 2)
+
+
+def test_repeats_of_the_same_passes_are_replayed_once() -> None:
+    def make_runner() -> WidthRunner:
+        return WidthRunner(counting_with_a_tie(1e-3), 1, 2e-3, 2e-3)
+
+    def fresh_parts() -> DecodingParts:
+        built.append(1)
+        plain = build_decoder(make_runner(), num_slots=1)
+        return DecodingParts(plain.runner, plain.sampler, plain.draws, StopTokens(), 1)
+
+    built: list[int] = []
+    law = counting_with_a_tie(1e-3)
+    arms = {
+        "strategy": build_decoder(make_runner(), num_slots=1, drafter=toy_drafter(law, VOCAB_SIZE, 1)),
+        "twin": build_decoder(make_runner(), num_slots=1),
+    }
+    blocks = [requests_for([PROMPT], 8)]
+    found = {}
+    for repeats in (1, 3):
+        built.clear()
+        traces = measure(arms, blocks, warmup=0, clock=Clock(), repeats=repeats)
+        ours, twins = ([trace for trace in traces if trace.arm == arm] for arm in arms)
+        found[repeats] = equivalence.compare_traces(ours, twins, blocks, fresh_parts)
+        assert len(built) == 3
+    assert [one.grade for one in found[3]] == [NEAR_TIE] * 3
+    assert found[3] == found[1] * 3
+    ours[2].passes[1] = replace(ours[2].passes[1], counts=(1,))  # another shape
+    built.clear()
+    assert len(equivalence.compare_traces(ours, twins, blocks, fresh_parts)) == 3
+    assert len(built) == 6
 
 
 # --- pure functions

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from toy_models import VOCAB_SIZE, tiny_model
+from toy_weights import FORMATS, linear_of
 from transformers import PreTrainedModel
 
 from quant.footprint import (
+    bits_per_weight,
     embedding_row_bytes,
     multiplied_parameters,
+    num_parameters,
     quantized_share,
     read_bytes_per_pass,
     stored_bytes,
 )
-from quant.weights.base import WeightsOptions
-from quant.weights.bnb_nf4 import BnbNf4Weights
-from quant.weights.plain import PlainWeights
-from quant.weights.torch_int4 import TorchInt4Weights
-from quant.weights.torch_int8 import TorchInt8Weights
 
-HIDDEN, INTERMEDIATE, LAYERS, BLOCK = 64, 64, 2, 64
+HIDDEN, INTERMEDIATE, LAYERS = 64, 64, 2
 # As in toy_models, with hidden 64: 4 heads and 2 KV heads of 16.
 LINEAR_PARAMETERS = LAYERS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * (HIDDEN // 2) + 3 * HIDDEN * INTERMEDIATE)
 NORM_PARAMETERS = (2 * LAYERS + 1) * HIDDEN
@@ -83,106 +80,84 @@ def test_nothing_is_quantized_in_a_plain_model() -> None:
     assert quantized_share(nn.Module()) == 0
 
 
-# --- NF4: half a byte a weight, and an absmax per block
+# --- quantized layers: the formulas, by format
 
 
-def nf4_bytes(outputs: int, inputs: int) -> int:
-    """Codes, a float32 absmax per block of 64, and the table of the 16 code values."""
-    return outputs * inputs // 2 + 4 * (outputs * inputs // BLOCK) + 4 * 16
+def layer_bytes(label: str, outputs: int, inputs: int, *, tied: bool = False) -> int:
+    """Of shapes that are multiples of 64 x 128: nothing is padded. `tied`: an embedding looks up the rows."""
+    numbers, outputs_ = outputs * inputs, outputs
+    half_bytes = numbers // 2
+    places = 4 * inputs * (32 if label == "bnb_nf4" else 64) if tied else 0
+    return {
+        "int8": numbers + 2 * outputs_,  # a scale in bf16
+        # Packed by oneDNN with a sum per output; scale and zero point in 32 bits; and the codes again.
+        "int8_onednn": numbers + 3 * 4 * outputs_ + (numbers if tied else 0),
+        "int4": half_bytes + 4 * numbers // 32 + places,  # a scale and an offset in bf16
+        "int4_64": half_bytes + 4 * numbers // 64 + places,
+        "int4_symmetric": half_bytes + 4 * numbers // 128 + places,
+        "bnb_nf4": half_bytes + 2 * numbers // 64 + 4 * 16 + places,  # and the 16 values
+        "bnb_int8": numbers + 4 * outputs_,
+        "quanto_int8": numbers + 2 * outputs_,
+        "quanto_int4": half_bytes + 4 * numbers // 128 + places,
+    }[label]
 
 
-def test_one_nf4_layer_is_codes_scales_and_tables() -> None:
-    model = nn.Sequential(nn.Linear(128, 64, bias=False, dtype=torch.bfloat16))
-    BnbNf4Weights().convert(model)  # type: ignore[arg-type]
-    assert stored_bytes(model) == nf4_bytes(64, 128)
-
-
-def test_an_nf4_bias_stays_as_it_is() -> None:
-    model = nn.Sequential(nn.Linear(128, 64, bias=True, dtype=torch.bfloat16))
-    BnbNf4Weights().convert(model)  # type: ignore[arg-type]
-    assert stored_bytes(model) == nf4_bytes(64, 128) + 64 * 2
-    assert quantized_share(model) == 128 * 64 / (128 * 64 + 64)
-
-
-def test_a_whole_nf4_model() -> None:
-    plain = model_of(tied=True)
-    buffers = buffer_bytes(plain)
-    quantized = BnbNf4Weights().convert(model_of(tied=True))
-    # q, o, gate, up, down; k, v
-    linears = LAYERS * (5 * nf4_bytes(HIDDEN, HIDDEN) + 2 * nf4_bytes(HIDDEN // 2, HIDDEN))
-    assert stored_bytes(quantized) == linears + 2 * (NORM_PARAMETERS + TABLE_PARAMETERS) + buffers
-    total = LINEAR_PARAMETERS + NORM_PARAMETERS + TABLE_PARAMETERS
-    assert quantized_share(quantized) == LINEAR_PARAMETERS / total
-
-
-def test_scales_are_counted_and_the_linear_part_is_below_0_4() -> None:  # Q3
-    """4 bits and half of one for the scales, of 16."""
-    layers = nn.Sequential(*[nn.Linear(512, 512, bias=False, dtype=torch.bfloat16) for _ in range(2)])
-    before = stored_bytes(layers)
-    BnbNf4Weights().convert(layers)  # type: ignore[arg-type]
-    assert 4.5 / 16 < stored_bytes(layers) / before < 0.4
-
-
-def test_a_forward_does_not_lose_bytes() -> None:
-    """bitsandbytes repacks the weight and moves its scales at the first product on CPU."""
-    layers = nn.Sequential(nn.Linear(128, 64, bias=False, dtype=torch.bfloat16))
-    BnbNf4Weights().convert(layers)  # type: ignore[arg-type]
-    with torch.no_grad():
-        layers(torch.zeros(1, 128, dtype=torch.bfloat16))
-    # Codes, two or four bytes for each block's absmax, and the table.
-    assert 128 * 64 // 2 + 2 * (128 * 64 // BLOCK) <= stored_bytes(layers) <= nf4_bytes(64, 128)
-    assert quantized_share(layers) == 1
-
-
-# --- torch's formats: no tables, scales in the weights' dtype
-
-
-def int8_bytes(outputs: int, inputs: int) -> int:
-    """A byte a weight, and a scale of two bytes per output."""
-    return outputs * inputs + 2 * outputs
-
-
-def int4_bytes(outputs: int, inputs: int, group: int = 32) -> int:
-    """Half a byte a weight, and a scale and an offset of two bytes each per group."""
-    return outputs * inputs // 2 + 4 * outputs * (inputs // group)
-
-
-TORCH_FORMATS = [
-    pytest.param(TorchInt8Weights(), int8_bytes, id="int8"),
-    pytest.param(TorchInt4Weights(), int4_bytes, id="int4"),
-]
-
-
-@pytest.mark.parametrize(("weights", "layer_bytes"), TORCH_FORMATS)
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_a_whole_model_in_torchs_formats(
-    weights: WeightsOptions, layer_bytes: Callable[[int, int], int], tied: bool
-) -> None:
-    vocab_size = 64
-    buffers = buffer_bytes(model_of(tied=tied, vocab_size=vocab_size))
-    quantized = weights.convert(model_of(tied=tied, vocab_size=vocab_size))
-    linears = LAYERS * (5 * layer_bytes(HIDDEN, HIDDEN) + 2 * layer_bytes(HIDDEN // 2, HIDDEN))
-    head = 0 if tied else layer_bytes(vocab_size, HIDDEN)
-    table = vocab_size * HIDDEN
-    expected = linears + head + 2 * (NORM_PARAMETERS + table) + buffers
-    for _ in range(2):  # a forward changes nothing
-        assert stored_bytes(quantized) == expected
+@pytest.mark.parametrize("label", FORMATS)
+def test_a_layer_is_codes_and_scales_before_and_after_a_product(label: str) -> None:  # Q3
+    model: Any = nn.Sequential(linear_of(64, 256, bias=True))
+    FORMATS[label].weights.convert(model)
+    for _ in range(2):
+        assert stored_bytes(model) == layer_bytes(label, 64, 256) + 2 * 64  # the bias stays as it is
+        assert quantized_share(model) == 256 * 64 / (256 * 64 + 64)
+        assert num_parameters(model) == 256 * 64 + 64
+        assert bits_per_weight(model) == 8 * stored_bytes(model) / (256 * 64 + 64)
         with torch.no_grad():
-            quantized(torch.zeros(1, 1, dtype=torch.long))
-    assert read_bytes_per_pass(quantized) == expected - (0 if tied else 2 * (vocab_size - 1) * HIDDEN)
-    in_format = LINEAR_PARAMETERS + (0 if tied else table)
-    total = LINEAR_PARAMETERS + NORM_PARAMETERS + (1 if tied else 2) * table
-    assert quantized_share(quantized) == in_format / total
+            model(torch.ones(1, 3, 256, dtype=torch.bfloat16))
 
 
-def test_a_bias_in_torchs_formats_stays_as_it_is() -> None:
-    for weights, layer_bytes in ((TorchInt8Weights(), int8_bytes), (TorchInt4Weights(128), None)):
-        model: Any = nn.Sequential(nn.Linear(128, 64, bias=True, dtype=torch.bfloat16))
-        model.device = torch.device("cpu")
-        weights.convert(model)
-        stored = int4_bytes(64, 128, 128) if layer_bytes is None else layer_bytes(64, 128)
-        assert stored_bytes(model) == stored + 64 * 2
-        assert quantized_share(model) == 128 * 64 / (128 * 64 + 64)
+@pytest.mark.parametrize("label", FORMATS)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_whole_model(label: str, tied: bool) -> None:
+    sizes: Any = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 64, "tie_word_embeddings": tied}
+    model = tiny_model(dtype=torch.bfloat16, **sizes)
+    buffers, before = buffer_bytes(model), stored_bytes(model)
+    FORMATS[label].weights.convert(model)
+    linears = LAYERS * (5 * layer_bytes(label, 128, 128) + 2 * layer_bytes(label, 64, 128))
+    head = layer_bytes(label, 64, 128, tied=tied)
+    norms, table = (2 * LAYERS + 1) * 128, 64 * 128
+    expected = linears + head + 2 * (norms + (0 if tied else table)) + buffers
+    for _ in range(2):  # a forward changes nothing
+        assert stored_bytes(model) == expected
+        with torch.no_grad():
+            model(torch.zeros(1, 1, dtype=torch.long))
+    # What only a look-up reads is read a row per token.
+    of_lookups = head - layer_bytes(label, 64, 128) if tied else 2 * table
+    row = of_lookups // (32 if label == "bnb_nf4" and tied else 64)
+    assert read_bytes_per_pass(model) == expected - of_lookups + row
+    assert embedding_row_bytes(model) == row
+    quantized = LAYERS * (5 * 128 * 128 + 2 * 64 * 128) + table
+    assert quantized_share(model) == quantized / (quantized + norms + (0 if tied else table))
+    assert multiplied_parameters(model) == (quantized - table, table)
+    assert expected < before
+
+
+def test_weights_of_the_libraries_own_modules_are_known_too() -> None:
+    """Made by others, not by the formats here: as a model loaded already quantized has them."""
+    import bitsandbytes
+    from optimum.quanto import freeze, qint8, quantize
+
+    nf4 = bitsandbytes.nn.Linear4bit(128, 64, bias=False, quant_type="nf4", compress_statistics=False)
+    nf4 = nf4.to("cpu")
+    assert stored_bytes(nf4) == 128 * 64 // 2 + 4 * 128 * 64 // 64 + 4 * 16
+    assert (quantized_share(nf4), num_parameters(nf4)) == (1, 128 * 64)
+    eight = bitsandbytes.nn.Linear8bitLt(128, 64, bias=False, has_fp16_weights=False).to("cpu")
+    assert stored_bytes(eight) == 128 * 64 + 4 * 64
+    assert (quantized_share(eight), num_parameters(eight)) == (1, 128 * 64)
+    quanto = nn.Sequential(linear_of(64, 128))
+    quantize(quanto, weights=qint8)
+    freeze(quanto)
+    assert stored_bytes(quanto) == 128 * 64 + 2 * 64 + 2 * 2  # two scales of activations that nothing uses
+    assert (quantized_share(quanto), num_parameters(quanto)) == (1, 128 * 64)
 
 
 # --- what further tokens read, and what every token is multiplied with
@@ -197,23 +172,6 @@ def test_a_further_token_reads_a_row_of_a_table_that_is_not_the_head(dtype: torc
 def test_a_pass_over_all_tokens_of_the_vocabulary_reads_the_whole_table() -> None:
     model = model_of(tied=False)
     assert read_bytes_per_pass(model) + (VOCAB_SIZE - 1) * embedding_row_bytes(model) == stored_bytes(model)
-
-
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize(
-    "weights",
-    [PlainWeights(), BnbNf4Weights(), TorchInt8Weights(), TorchInt4Weights()],
-    ids=["plain", "nf4", "int8", "int4"],
-)
-def test_multiplied_parameters_are_numbers_however_stored(weights: WeightsOptions, tied: bool) -> None:
-    vocab_size = 64  # the format holds an untied head of multiples of 32 only
-    model = weights.convert(model_of(tied=tied, vocab_size=vocab_size))
-    expected = (LINEAR_PARAMETERS, vocab_size * HIDDEN)
-    assert multiplied_parameters(model) == expected
-    assert embedding_row_bytes(model) == (0 if tied else HIDDEN * 2)
-    with torch.no_grad():  # the first forward repacks 4-bit weights
-        model(torch.zeros(1, 1, dtype=torch.long))
-    assert multiplied_parameters(model) == expected
 
 
 def test_biases_and_norms_are_not_multiplied() -> None:

@@ -52,6 +52,10 @@ class RecordingStore:
     def allocated_bytes(self) -> int:
         return 100 * 3 * 8
 
+    @property
+    def bytes_per_token(self) -> float:
+        return 100
+
 
 def cache_with(lengths: Sequence[int]) -> KVCache:
     cache = KVCache(RecordingStore())
@@ -225,6 +229,7 @@ def test_a_view_never_seals_moves_or_releases_what_is_stored() -> None:
     view = cache.view()
     view.advance(view.layout(0, [1, 1, 1], 1))
     view.commit()
+    view.commit_slot(1)
     view.release(0)
     view.move(2, 1)
     store = cache.store

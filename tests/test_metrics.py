@@ -198,6 +198,8 @@ def test_acceptance_by_position_counts_the_steps_that_drafted_so_far() -> None:
     found = metrics.speculation([lengths])
     by_position = {name: value for name, value in found.items() if "accept_pos" in name}
     assert by_position == {"spec/accept_pos_1": 2 / 3, "spec/accept_pos_2": 1 / 2, "spec/accept_pos_3": 0.0}
+    # 2 + 2 + 1 were judged; the third of the second step stood behind a rejected one.
+    assert found["spec/acceptance_rate_judged"] == 3 / 5
 
 
 def test_tokens_per_pass_are_what_a_request_gains_from_a_pass() -> None:
@@ -208,7 +210,7 @@ def test_tokens_per_pass_are_what_a_request_gains_from_a_pass() -> None:
 
 def test_nothing_drafted_has_no_acceptance_rate() -> None:
     found = metrics.speculation([trace(step(0.0, 1.0, "verify", {0: [1]}, drafted=[0], accepted=[0]))])
-    assert "spec/acceptance_rate" not in found
+    assert not {"spec/acceptance_rate", "spec/acceptance_rate_judged"} & set(found)
     assert found["spec/drafted"] == 0
 
 

@@ -67,17 +67,21 @@ def test_a_copy_of_the_target_is_one_whatever_draft_model_there_is(root: Path) -
 
 
 def test_a_self_draft_is_quantized_by_default_and_a_draft_model_is_not(root: Path) -> None:
-    assert pool_of(root).default_draft_weights == "bnb_nf4"
+    assert pool_of(root).default_draft_weights == "int4"
     assert pool_of(root, draft="draft").default_draft_weights == "plain"
 
 
 def test_a_format_that_cannot_hold_the_model_names_the_setting(root: Path) -> None:
-    pool = pool_of(root)
-    with pytest.raises(ValueError, match=r"^weights=bnb_nf4: layer "):
-        pool.target(options("bnb_nf4"))
-    with pytest.raises(ValueError, match=r"^drafter.weights=bnb_nf4: layer "):
-        pool.draft("")
-    with pytest.raises(ValueError, match="unknown weights 'int5'; known: bnb_nf4, plain"):
+    pool = pool_of(root, dtype=torch.float64)
+    for name in ("target", "target_plan"):  # before anything is loaded, too
+        with pytest.raises(ValueError, match=r"^weights=bnb_nf4: layer .*dtype=bf16"):
+            getattr(pool, name)(options("bnb_nf4"))
+    for name in ("draft", "draft_plan"):
+        with pytest.raises(ValueError, match=r"^drafter.weights=quanto_int8: layer "):
+            getattr(pool, name)("quanto_int8")
+    with pytest.raises(
+        ValueError, match="unknown weights 'int5'; known: bnb_int8, bnb_nf4, int4, int8, plain"
+    ):
         pool.draft("int5")
 
 

@@ -210,7 +210,7 @@ def answers(point: PreparedPoint, arm: str) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize(("target", "draft"), [("wide", "narrow"), ("narrow", "wide")])
 def test_strategy_twin_and_plain_are_cut_alike(root: Path, target: str, draft: str) -> None:
-    overrides = [*settings_of(root, target), f"model.draft={root / draft}", "weights=torch_int8"]
+    overrides = [*settings_of(root, target), f"model.draft={root / draft}", "weights=int8"]
     point = prepare(compose_run(["strategy=specdec", *overrides]))
     assert point.settings.vocab_size == VOCAB_SIZE
     texts = {arm: answers(point, arm) for arm in ("strategy", "twin", "plain")}

@@ -104,8 +104,8 @@ def test_every_plugin_has_a_documented_typed_schema_under_its_name(group: str) -
 
 def test_the_plugins_of_this_stage_are_known() -> None:
     expected = {
-        "weights": {"plain", "bnb_nf4", "torch_int4", "torch_int8"},
-        "kv": {"dense"},
+        "weights": {"plain", "int8", "int4", "bnb_int8", "bnb_nf4", "quanto_int8", "quanto_int4"},
+        "kv": {"dense", "per_token", "sealed_groups", "kv_int8", "kv_int4", "kv_int2"},
         "decoding": {"autoregressive", "no_cache", "speculative"},
         "drafter": {"draft_model", "fallback", "layer_skip", "prompt_lookup", "suffix"},
         "verifier": {"block", "match", "token"},
@@ -159,7 +159,7 @@ def test_a_field_that_names_a_plugin_is_checked() -> None:
     plugins.check_choices(drafter)
     plugins.check_choices(dataclasses.replace(drafter, weights="bnb_nf4"))
     with pytest.raises(
-        ValueError, match="unknown weights 'int5'; known: bnb_nf4, plain, torch_int4, torch_int8"
+        ValueError, match="unknown weights 'int5'; known: bnb_int8, bnb_nf4, int4, int8, plain, quanto_int4"
     ):
         plugins.check_choices(dataclasses.replace(drafter, weights="int5"))
 

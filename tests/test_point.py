@@ -75,7 +75,7 @@ def test_every_auto_is_resolved(root: Path) -> None:
     assert config.device in ("cpu", "cuda")
     assert config.threads is not None
     assert config.threads >= 1
-    assert config.drafter.weights == "bnb_nf4"
+    assert config.drafter.weights == "int4"
 
 
 def test_hashes_are_stable(root: Path) -> None:
@@ -118,8 +118,8 @@ def test_ceilings_are_measured_for_the_points_setting_or_skipped(root: Path) -> 
 
 
 def test_parts_that_turn_out_not_to_fit_are_one_line(root: Path) -> None:
-    with pytest.raises(UnfitPartsError, match="weights=bnb_nf4: layer"):
-        measure_point(point(root, "weights=bnb_nf4"))
+    with pytest.raises(UnfitPartsError, match=r"weights=bnb_nf4: weights.keep=nothing: no linear layer"):
+        measure_point(point(root, "weights=bnb_nf4", "weights.keep=[nothing]"))
 
 
 # --- measuring
@@ -191,7 +191,7 @@ def test_what_was_not_asked_for_is_not_measured(result: PointResult) -> None:
     assert {trace.arm for trace in result.traces} == {"prompt_lookup", "twin", "plain"}
     unwanted = ("roofline/", "noise/", "memory/peak", "memory/steady", "memory/base")
     assert not [name for name in result.metrics if name.startswith(unwanted)]
-    assert list(result.seconds) == ["load", "warm up and measure", "compare outputs"]
+    assert list(result.seconds) == ["load", "warm up and measure", "compare outputs", "measure fidelity"]
 
 
 def test_the_arm_again_shows_the_noise_and_is_no_reference(root: Path) -> None:

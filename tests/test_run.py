@@ -47,6 +47,7 @@ ARM_METRICS = {
     "memory/kv_allocated_mib",
     "memory/kv_bytes_per_token",
     "memory/quantized_share",
+    "memory/bits_per_weight",
     "trace/step_ms",
 }
 SPEEDUPS = {f"speedup/{kind}_vs_{role}" for kind in ("decode", "total") for role in ("plain", "twin")}
@@ -55,11 +56,21 @@ SPECULATIVE_METRICS = {
     "spec/drafted",
     "spec/accepted",
     "spec/acceptance_rate",
+    "spec/acceptance_rate_judged",
     *(f"spec/accept_pos_{position}" for position in range(1, 5)),
     "spec/draft_ms.mean",
     "spec/verify_ms.mean",
     "spec/overhead_ms.mean",
     "spec/predicted_speedup",
+}
+DRAFT_MODEL_METRICS = {f"spec/predicted_acceptance{end}" for end in ("", "_greedy", "_n")}
+FIDELITY_METRICS = {
+    f"quality/{prefix}{name}"
+    for prefix in ("", "floor_", "corpus_", "corpus_floor_")
+    for name in (
+        *("kl_mean", "kl_median", "kl_max", "kl_n"),
+        *("top1_agreement_pct", "flips_n", "ppl_ratio", "expected_acceptance"),
+    )
 }
 # What a run has that skips nothing and has at least 100 steps and 6 pairs of texts.
 FULL_METRICS = {
@@ -206,6 +217,7 @@ def test_a_strategy_is_measured_compared_and_logged(
     assert found.tags["validity"] in ("ok", "noisy")  # whatever else the machine does
     expected = ARM_METRICS | (COMPARED_METRICS if is_compared else set())
     expected |= SPECULATIVE_METRICS if is_speculative else set()
+    expected |= DRAFT_MODEL_METRICS if name == "specdec" else set()
     assert {name for name in found.metrics if not name.startswith(CONDITIONAL)} == expected
     assert found.tags.get("verdict") == (TOO_FEW if is_compared else None)
     if is_compared:
@@ -241,7 +253,8 @@ def test_a_run_that_skips_nothing(
     assert shown.err.strip() == ""
     found = place.newest()
     logged = {name for name in found.metrics if not name.startswith(CONDITIONAL)}
-    assert logged == ARM_METRICS | COMPARED_METRICS | SPECULATIVE_METRICS | FULL_METRICS
+    speculative = SPECULATIVE_METRICS | DRAFT_MODEL_METRICS
+    assert logged == ARM_METRICS | COMPARED_METRICS | speculative | FULL_METRICS
     assert set(found.tags) >= TAGS | {"ceilings", "verdict", "foreign_cores"}
     assert found.tags["validity"] in ("ok", "noisy")  # whatever else the machine does
     verdicts = (FASTER, SLOWER, NO_DIFFERENCE) if found.tags["validity"] == "ok" else ("noisy",)
@@ -276,6 +289,26 @@ def test_a_run_that_skips_nothing(
         assert f"## {arm}: as other tools define the same figures" in report
 
 
+def test_a_quantized_run_logs_and_shows_its_fidelity_beside_the_floor(
+    place: Workplace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["strategy=baseline", "weights=int8", "dtype=bf16", "fidelity.corpus_tokens=20"]
+    assert run.main(place.arguments(*arguments)) == 0
+    shown = capsys.readouterr().out
+    found = place.newest()
+    logged = {name for name in found.metrics if name.startswith("quality/")}
+    assert (
+        logged - {"quality/exact_match_pct", "quality/near_tie_n", "quality/diverged_n"} == FIDELITY_METRICS
+    )
+    assert found.metrics["quality/corpus_kl_n"] == 20
+    assert found.metrics["quality/kl_mean"] > 0
+    assert found.tags["lossless"] == "false"
+    for text in (shown, place.artifact(found, "report.md")):
+        assert "KL to plain, mean (floor)" in text
+        assert "fidelity on the corpus: KL " in text
+        assert ", measure fidelity " in text
+
+
 def test_ceilings_are_measured_once_then_looked_up(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings_store, "LoadMeter", QuietMeter)
     monkeypatch.setattr(hardware, "gemm_gflop_s", lambda *_: 64.0)
@@ -297,6 +330,44 @@ def test_ceilings_are_measured_once_then_looked_up(place: Workplace, monkeypatch
     assert refreshed_ms == floor_ms / 2
     assert floor_and_ceilings("auto") == (refreshed_ms, second)
     assert place.images(place.newest()) == ["roofline.png", "step_gaps.png", "timeline.png"]
+
+
+def test_a_plan_of_quantized_weights_is_printed_and_logged(
+    place: Workplace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kernels that execute, of target and draft, in the tags too; what came before any timing apart."""
+    weights = ("weights=int8", "weights.kernel=torch_int8pack", "weights.keep=[*.down_proj]")
+    assert run.main(place.arguments("strategy=specdec", "drafter.weights=quanto_int8", *weights)) == 0
+    shown = capsys.readouterr().out
+    assert "weights of the target" in shown
+    assert "model.layers.*.mlp.down_proj" in shown
+    assert "weights.keep" in shown
+    assert "first use, not in any timing: " in shown
+    # of the draft, which is dequantized: nothing is said of the target's
+    assert "no exactness is claimed" not in shown
+    found = place.newest()
+    assert found.tags["kernels"] == "torch int8pack, quanto: dequantized at each product"
+    assert (found.tags["equivalence"], found.tags["lossless"]) == ("exact", "false")
+    target = place.artifact(found, "config/weights_target.md")
+    assert "| model.layers.*.self_attn.q_proj | 2 | 32 x 32 | torch int8pack |" in target
+    assert "| model.layers.*.mlp.down_proj | 2 | 32 x 48 | plain | 32.00 | weights.keep |" in target
+    assert "quanto: dequantized at each product" in place.artifact(found, "config/weights_draft.md")
+    assert 8 < found.metrics["memory/bits_per_weight"] < 32
+
+
+def test_the_kernel_that_was_chosen_is_in_the_configuration(place: Workplace) -> None:
+    assert run.main(place.arguments("strategy=int8")) == 0
+    found = place.newest()
+    resolved = yaml.safe_load(place.artifact(found, "config/resolved.yaml"))
+    assert resolved["weights"]["kernel"] in ("torch_int8pack", "onednn_u8s8")
+    assert found.params["weights.kernel"] == resolved["weights"]["kernel"]
+
+
+def test_weights_whose_products_depend_on_batch_mates_claim_no_exactness(
+    place: Workplace, capsys: pytest.CaptureFixture[str]
+) -> None:  # Q5
+    assert run.main(place.arguments("strategy=prompt_lookup", "weights=bnb_int8")) == 0
+    assert "(bitsandbytes LLM.int8), so speculation's text need not be its twin's" in capsys.readouterr().out
 
 
 def test_the_artifacts_tell_the_whole_run(place: Workplace) -> None:
@@ -438,7 +509,10 @@ BAD_INPUT: dict[str, tuple[Any, tuple[str, ...]]] = {
     "option of a part that is not there": (["strategy=baseline", "draft_length.max=3"], ("draft_length",)),
     "deleted group": (["~weights"], ("weights",)),
     "family not supported": (lambda root: [f"model.target={_bloom(root)}"], ("bloom", "llama")),
-    "weights that don't fit the model": (["weights=bnb_nf4"], ("bnb_nf4", "61 x 32", "plain")),
+    "weights that don't fit the model": (
+        ["weights=bnb_nf4", "weights.keep=[nothing]"],
+        ("weights=bnb_nf4: weights.keep=nothing", "lm_head"),
+    ),
     "study that is no name": (["study=.."], ("'..'",)),
     "missing plug-in": (["plugin=/nowhere.py"], ("plugin=/nowhere.py",)),
 }

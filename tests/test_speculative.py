@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -32,6 +32,8 @@ from toy_models import (
 )
 from transformers import PreTrainedModel
 
+from quant.kv.per_token import PerTokenOptions
+from quant.kv.sealed_groups import SealedGroupsOptions
 from specdec import ModelRunner
 from specdec.decoding.base import DecodingParts
 from specdec.decoding.no_cache import NoCacheDecoder
@@ -45,6 +47,8 @@ from specdec.drafters.layer_skip import LayerSkipOptions
 from specdec.drafters.prompt_lookup import PromptLookupDrafter, PromptLookupOptions
 from specdec.drafters.suffix import SuffixOptions
 from specdec.draws import BlockDraws, KeyedDraws
+from specdec.kv_cache import CacheShape, KVStore
+from specdec.kv_stores.dense import DenseStore
 from specdec.progress import Row, StopTokens
 from specdec.sampling import Sampler
 from specdec.types import DraftProposal, GoOn, Phase, Prospect, SamplingParams, StepOutput
@@ -181,10 +185,19 @@ def drafter_of(config: Configuration, sampler: Sampler, target_runner: ModelRunn
 
 
 def run(
-    config: Configuration, speculative: bool, verifier: Verifier | None = None, seed: int = 0
+    config: Configuration,
+    speculative: bool,
+    verifier: Verifier | None = None,
+    seed: int = 0,
+    make_store: Callable[[CacheShape], KVStore] = DenseStore,
 ) -> list[StepOutput]:
     runner = ModelRunner(
-        target_model(config.family), config.num_slots, config.capacity, prefill_chunk=config.prefill_chunk
+        target_model(config.family),
+        config.num_slots,
+        config.capacity,
+        prefill_chunk=config.prefill_chunk,
+        longest_pass=config.draft_length + 1 if speculative else 1,
+        make_store=make_store,
     )
     sampler = Sampler(config.sampling, config.stop_ids)
     length: int | DraftLength = config.draft_length
@@ -252,6 +265,70 @@ def test_matched_samples_are_the_baselines(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(1000, 1100))
 def test_more_matched_samples(seed: int) -> None:
     check_sampled(random_configuration(seed))
+
+
+def quantized_store(config: Configuration, seed: int) -> PerTokenOptions | SealedGroupsOptions:
+    """Blocks small enough that a text of some tens of tokens seals several, with a tail as short as may be."""
+    choose = random.Random(-seed)
+    key_bits, value_bits = choose.choice([2, 4, 8]), choose.choice([2, 4, 8])
+    group = choose.choice([0, 4])
+    if choose.random() < 0.3:
+        return PerTokenOptions(key_bits, value_bits, group)
+    tail = config.draft_length + 1 + choose.choice([0, 0, 3])
+    return SealedGroupsOptions(
+        key_bits, value_bits, group, choose.choice([1, 4, 7]), tail, choose.choice([0, 2])
+    )
+
+
+def check_over_quantized_kv(seed: int) -> None:
+    """Speculation equals its twin over the same store, whatever the chunks; so does decoding without a cache."""
+    config = random_configuration(seed)
+    build = quantized_store(config, seed).build
+    twin = collect(run(replace(config, prefill_chunk=None), speculative=False, make_store=build))
+    chunks = replace(config, prefill_chunk=3)
+    assert collect(run(config, speculative=True, make_store=build)) == twin
+    assert collect(run(chunks, speculative=True, make_store=build)) == twin
+    no_cache = NoCacheDecoder(
+        DecodingParts(
+            ModelRunner(target_model(config.family), config.num_slots, config.capacity, make_store=build),
+            Sampler(config.sampling, config.stop_ids),
+            KeyedDraws(0),
+            StopTokens(config.stop_ids),
+            config.num_slots,
+        )
+    )
+    assert collect(no_cache.generate(requests_for(config.prompts, config.limits))) == twin
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_over_quantized_kv_speculative_equals_its_twin(seed: int) -> None:
+    check_over_quantized_kv(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1300))
+def test_over_quantized_kv_more_random_configurations(seed: int) -> None:
+    check_over_quantized_kv(seed)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_over_quantized_kv_matched_samples_are_the_twins(seed: int) -> None:
+    config = random_configuration(seed)
+    sampled = replace(config, sampling=replace(config.sampling, temperature=0.9))
+    build = quantized_store(config, seed).build
+    speculative = run(sampled, True, MatchVerifier(), seed=3, make_store=build)
+    assert collect(speculative) == collect(run(sampled, False, seed=3, make_store=build))
+
+
+def test_quantized_kv_changes_some_texts() -> None:
+    """Else the tests above would show nothing."""
+    configs = [random_configuration(seed) for seed in range(40)]
+    changed = [
+        collect(run(config, False, make_store=quantized_store(config, seed).build))
+        != collect(run(config, False))
+        for seed, config in enumerate(configs)
+    ]
+    assert sum(changed) >= 10
 
 
 def test_the_random_configurations_cover_what_matters() -> None:

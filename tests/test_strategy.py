@@ -55,7 +55,7 @@ def test_quantized_speculation_has_two_references() -> None:
     assert len(found.distinct) == 3
 
 
-@pytest.mark.parametrize("weights", ["plain", "torch_int8"])
+@pytest.mark.parametrize("weights", ["plain", "int8"])
 def test_bitwise_passes_are_those_of_strategy_and_twin_alone(weights: str) -> None:
     """Speed-ups are quoted against plain decoding as anyone would run it."""
     overrides = ("strategy=prompt_lookup", f"weights={weights}", "draft_length.max=6")
@@ -73,6 +73,37 @@ def test_a_bitwise_baseline_is_its_own_twin_but_not_plain() -> None:
     found = arms("strategy=baseline", "exactness=bitwise", "exactness.pass_tokens=4")
     assert names(found) == ("baseline", "baseline", "plain")
     assert (found.twin.pass_tokens, found.plain.pass_tokens) == (4, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "key_bits", "value_bits"), [("kv_int8", 8, 8), ("kv_int4", 4, 4), ("kv_int2", 2, 2)]
+)
+def test_quantized_caches_by_strategy_and_by_override(name: str, key_bits: int, value_bits: int) -> None:
+    found = arms(f"strategy={name}")
+    assert names(found) == (name, name, "plain")
+    assert (found.strategy.kv.name, found.plain.kv.name) == (name, "dense")
+    assert (found.strategy.kv.key_bits, found.strategy.kv.value_bits) == (key_bits, value_bits)
+    combined = arms("strategy=prompt_lookup", "weights=int8", f"kv={name}", "kv.key_bits=8")
+    assert names(combined) == ("prompt_lookup", "twin", "plain")
+    assert combined.twin.kv == combined.strategy.kv
+    assert (combined.twin.kv.key_bits, combined.twin.weights.name) == (8, "int8")
+    assert not combined.strategy.declares_lossless
+
+
+def test_a_store_is_told_the_longest_pass(tmp_path: Path) -> None:
+    settings = EngineSettings(1, 80, SamplingParams(), frozenset(), 0, StopTokens(), prefill_chunk=None)
+    save_model(tmp_path / "target")
+    pool = ModelPool(ModelConfig(str(tmp_path / "target")), torch.float32, torch.device("cpu"))
+
+    def longest(*overrides: str) -> int | None:
+        arm = arms_of(compose_run(["strategy=prompt_lookup", "kv=kv_int4", *overrides])).strategy
+        return build_parts(arm, pool, settings).runner.cache.store.shape.longest_pass  # type: ignore[attr-defined]
+
+    assert longest() == 5
+    assert longest("draft_length.max=7", "kv.tail=8") == 8
+    assert longest("strategy=kv_int4") == 1
+    with pytest.raises(ValueError, match=r"kv.tail=7: .* up to 8 tokens .*: at least 8"):
+        longest("draft_length.max=7", "kv.tail=7")
 
 
 def test_a_preset_that_was_overridden_is_judged_by_its_parts() -> None:

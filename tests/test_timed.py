@@ -54,8 +54,8 @@ def test_each_call_is_one_event_to_the_tick() -> None:
     decoded = read_2 + DECODE_S
     verifying = decoded + OVERHEAD_S
     assert recorded(recorder).passes == [
-        PassEvent("prefill", 0.0, read, (16,), 16, kv_lengths=(16,), kv_tokens=16),
-        PassEvent("prefill", read, read_2, (4,), 4, kv_lengths=(4,), kv_tokens=20),
+        PassEvent("prefill", 0.0, read, (16,), 16, (16,), kv_tokens=16, other_kv_lengths=(0,)),
+        PassEvent("prefill", read, read_2, (4,), 4, (4,), kv_tokens=20, other_kv_lengths=(16,)),
         PassEvent("decode", read_2, decoded, (1, 1), 1, kv_lengths=(17, 5), kv_tokens=22),
         PassEvent("verify", verifying, verifying + VERIFY_S, (3, 1), 3, kv_lengths=(20, 6), kv_tokens=26),
     ]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from experiments.workloads.base import Prompt, WorkloadContext, WorkloadOptions, require_filled, take_prompts
 
@@ -28,9 +28,12 @@ class HfWorkload(WorkloadOptions):
     `field` holds text, a list of texts (the first is used) or chat messages with `role` and `content` (the
     first user turn is used). `subset` picks a configuration of the dataset. A prompt's id is `<split>-<row>`,
     rows counted from 0; its category is the row's `category` column if it has one. Blank rows are skipped, as
-    text corpora use them as separators.
+    text corpora use them as separators. `section` is where the options stand in the configuration, and `for_a_file`
+    what to choose for a file instead: both for messages.
     """
 
+    section: ClassVar[str] = "workload"
+    for_a_file: ClassVar[str] = "workload=jsonl workload.path=FILE for JSON lines"
     dataset: str = ""
     subset: str | None = None
     split: str = "train"
@@ -38,28 +41,29 @@ class HfWorkload(WorkloadOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_filled("workload.dataset", self.dataset, "a dataset name or a local folder")
-        require_filled("workload.split", self.split, "a split of the dataset")
-        require_filled("workload.field", self.field, "a column of the dataset")
+        require_filled(f"{self.section}.dataset", self.dataset, "a dataset name or a local folder")
+        require_filled(f"{self.section}.split", self.split, "a split of the dataset")
+        require_filled(f"{self.section}.field", self.field, "a column of the dataset")
 
     def load(self, context: WorkloadContext) -> list[Prompt]:
-        return take_prompts(self._read_prompts(), self.limit, self._describe())
+        return take_prompts(self.prompts(), self.limit, self._describe())
 
     def _describe(self) -> str:
-        name = "" if self.subset is None else f" workload.subset={self.subset!r}"
-        return f"workload.dataset={self.dataset!r}{name} workload.split={self.split!r}"
+        name = "" if self.subset is None else f" {self.section}.subset={self.subset!r}"
+        return f"{self.section}.dataset={self.dataset!r}{name} {self.section}.split={self.split!r}"
 
-    def _read_prompts(self) -> Iterator[Prompt]:
+    def prompts(self) -> Iterator[Prompt]:
+        """All rows, read as they are asked for."""
         for index, row in enumerate(self._read_rows()):
             if self.field not in row:
                 known = ", ".join(row)
                 raise ValueError(
-                    f"{self._describe()} has no workload.field={self.field!r}; its columns: {known}"
+                    f"{self._describe()} has no {self.section}.field={self.field!r}; its columns: {known}"
                 )
             text = _first_text(row[self.field])
             if text is None:
                 raise ValueError(
-                    f"{self._describe()} workload.field={self.field!r}, row {index}: expected text, a list "
+                    f"{self._describe()} {self.section}.field={self.field!r}, row {index}: expected text, a list "
                     f"of texts or chat messages with a user turn, got {row[self.field]!r:.60}"
                 )
             if text.strip():
@@ -67,11 +71,11 @@ class HfWorkload(WorkloadOptions):
 
     def _read_rows(self) -> Iterator[Row]:
         with _one_line_errors(self._describe()):
-            splits = _open_splits(self.dataset, self.subset)
+            splits = _open_splits(self.dataset, self.subset, self.for_a_file)
         if self.split not in splits:
             known = ", ".join(splits)
             raise ValueError(
-                f"workload.dataset={self.dataset!r} has no split {self.split!r}; its splits: {known}"
+                f"{self.section}.dataset={self.dataset!r} has no split {self.split!r}; its splits: {known}"
             )
         with _one_line_errors(self._describe()):
             yield from splits[self.split]
@@ -87,12 +91,10 @@ def _one_line_errors(source: str) -> Iterator[None]:
         raise ValueError(f"{source} cannot be read: {reason}") from error
 
 
-def _open_splits(dataset: str, name: str | None) -> Mapping[str, Iterable[Row]]:
+def _open_splits(dataset: str, name: str | None, for_a_file: str) -> Mapping[str, Iterable[Row]]:
     folder = Path(dataset).expanduser()
     if folder.is_file():
-        raise ValueError(
-            "it is a file; give its folder, or use workload=jsonl workload.path=FILE for JSON lines"
-        )
+        raise ValueError(f"it is a file; give its folder, or use {for_a_file}")
     if not folder.is_dir():
         if _looks_like_a_path(dataset):
             # Asking the hub for it would only end in a slow and misleading network error.

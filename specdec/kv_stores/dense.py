@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specdec.attention import AttentionRule, grouped_attention
+from specdec.attention import AttentionRule
 from specdec.kv_cache import CacheShape, PassLayout
 
 
@@ -34,7 +34,7 @@ class DenseStore:
     def attend(self, layer: int, query: Tensor, layout: PassLayout, rule: AttentionRule) -> Tensor:
         keys = self._keys[layer][layout.rows, :, : layout.extent]
         values = self._values[layer][layout.rows, :, : layout.extent]
-        return grouped_attention(query, keys, values, layout, rule)
+        return layout.attend(query, keys, values, rule)
 
     def commit(self, lengths: Sequence[int]) -> None:
         pass  # nothing is packed, so nothing becomes final
@@ -47,12 +47,15 @@ class DenseStore:
         pass  # stale tokens are never seen
 
     def live_bytes(self, lengths: Sequence[int]) -> int:
-        shape = self.shape
-        per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
-        return per_token * sum(lengths)
+        return self.bytes_per_token * sum(lengths)
 
     def allocated_bytes(self) -> int:
         return self._keys.nbytes + self._values.nbytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        shape = self.shape
+        return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
 
 
 @dataclass
