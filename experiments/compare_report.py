@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from matplotlib.figure import Figure
 
-from experiments import fidelity_report
+from experiments import fidelity_report, weights_report
 from experiments.bench import NOISY, UnfitPartsError
 from experiments.comparison import ComparisonResult, PreparedComparison
-from experiments.equivalence import EXACT, NOT_APPLICABLE
+from experiments.equivalence import DIVERGED, EXACT, NOT_APPLICABLE
 from experiments.measured_point import ratio_metrics
 from experiments.metrics import prediction
 from experiments.plots.intervals import IntervalRow, intervals
@@ -54,6 +55,20 @@ def plan_lines(comparison: PreparedComparison) -> list[str]:
         *setting_lines(comparison),
         f"loads, warms up, then measures {comparison.num_block_runs} blocks of prompts in turn{again}",
     ]
+
+
+def weights_lines(comparison: PreparedComparison) -> Iterator[str]:
+    """What will multiply by quantized weights, per arm that has any; the whole plans are logged with the arms."""
+    for label, point in comparison.points.items():
+        try:
+            plans = point.weight_plans(point.arms.strategy)
+        except ValueError as error:  # the arm will fail, and the others go on
+            yield f"weights    {label}: {error}"
+            continue
+        for role, plan in plans.items():
+            if plan is not None:
+                kernels = ", ".join(plan.kernels)
+                yield f"weights    {label}, {role}: {kernels}; {weights_report.totals(plan)}"
 
 
 def setting_lines(comparison: PreparedComparison) -> list[str]:
@@ -171,14 +186,14 @@ def sentence(verdict: str, ratio: Ratio | None) -> str:
     return f"no verdict, times are noisy, {figure}" if verdict == NOISY else f"{verdict}, {figure}"
 
 
-def notes(result: ComparisonResult) -> list[str]:
+def notes(result: ComparisonResult, most_ties: int | None = None) -> list[str]:
     """Mismatches, prompts left out, where passes went, how noisy it was."""
     measured, labels = result.measured, list(result.comparison.points)
     prompt_ids = [prompt.prompt_id for prompt in result.comparison.shared.prompts]
     one_dtype = "no shares of what the machine can do: arms differ in dtype"
     return [
         *category_lines(result),
-        *_mismatch_lines(result, prompt_ids),
+        *_mismatch_lines(result, prompt_ids, most_ties),
         *_excluded_lines(result, prompt_ids),
         *_fidelity_lines(result),
         *_step_lines(result),
@@ -263,10 +278,7 @@ def arm_metrics(result: ComparisonResult, label: str) -> dict[str, float]:
     if label in result.fidelities:
         found.update(result.fidelities[label].metrics)
     if label in result.memories:
-        memory = result.memories[label]
-        found["memory/peak_mib"] = memory.peak_mib
-        found["memory/steady_mib"] = memory.steady_mib
-        found["memory/base_mib"] = memory.base_mib
+        found.update(result.memories[label].metrics())
     return found
 
 
@@ -316,12 +328,21 @@ def _peak(result: ComparisonResult, label: str) -> str:
     return MISSING if memory is None else f"{memory.peak_mib:.0f}"
 
 
-def _mismatch_lines(result: ComparisonResult, prompt_ids: Sequence[str]) -> Iterator[str]:
+def _mismatch_lines(result: ComparisonResult, prompt_ids: Sequence[str], most: int | None) -> Iterator[str]:
+    """One for each mismatch of an arm, however many repeats had it; near ties beyond `most` per arm are counted."""
     for label, grades in result.grades.items():
-        for comparison in grades:
-            if comparison.grade != EXACT:
-                tokenizer = result.comparison.points[label].pool.tokenizer
-                yield f"{label}, {mismatch_line(comparison, prompt_ids, tokenizer)}"
+        tokenizer = result.comparison.points[label].pool.tokenizer
+        found = Counter(
+            (comparison.grade, mismatch_line(comparison, prompt_ids, tokenizer))
+            for comparison in grades
+            if comparison.grade != EXACT
+        )
+        bugs = [(line, times) for (grade, line), times in found.items() if grade == DIVERGED]
+        ties = [(line, times) for (grade, line), times in found.items() if grade != DIVERGED]
+        for line, times in [*bugs, *ties[:most]]:
+            yield f"{label}, {line}{f', {times} times' if times > 1 else ''}"
+        if most is not None and len(ties) > most:
+            yield f"{label}, and {len(ties) - most} more near ties, one line each in report.md"
 
 
 def _excluded_lines(result: ComparisonResult, prompt_ids: Sequence[str]) -> Iterator[str]:

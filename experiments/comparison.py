@@ -277,6 +277,7 @@ def measure_comparison(
     )
     seconds = dict(measured.seconds)
     grades: dict[str, list[Comparison]] = {}
+    replays: dict[str | None, equivalence.Memory] = {}  # by twin
     fidelities: dict[str, ArmFidelity] = {}
     memories: dict[str, ProcessMemory] = {}
     errors: dict[str, str] = {}
@@ -284,7 +285,9 @@ def measure_comparison(
     with timed(seconds, "compare outputs"):
         for label in points:
             try:
-                grades[label] = _grades(comparison, measured, label)
+                twin = comparison.reference_of(label, "twin")
+                memory = replays.setdefault(twin, {})
+                grades[label] = _grades(comparison, measured, label, twin, memory)
             except Exception as error:  # what was measured is reported all the same
                 trouble = error
     with timed(seconds, "measure fidelity"):
@@ -330,8 +333,13 @@ def _is_own(point: PreparedPoint, role: str) -> bool:
     return reference.name == point.arms.strategy.name
 
 
-def _grades(comparison: PreparedComparison, measured: Measured, label: str) -> list[Comparison]:
-    twin = comparison.reference_of(label, "twin")
+def _grades(
+    comparison: PreparedComparison,
+    measured: Measured,
+    label: str,
+    twin: str | None,
+    memory: equivalence.Memory,
+) -> list[Comparison]:
     point = comparison.points[label]
     if twin is None or point.config.sampling.temperature > 0 or {label, twin} & set(measured.failures):
         return []
@@ -340,6 +348,7 @@ def _grades(comparison: PreparedComparison, measured: Measured, label: str) -> l
         measured.traces_of(twin),
         point.blocks,
         lambda: build_parts(point.arms.twin, point.pool, point.settings),
+        memory,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import yaml
 
-from experiments import compare_report, environment, figures, record, report, tracking
+from experiments import compare_report, environment, figures, overview, record, report, tracking
 from experiments.bench import Watcher
 from experiments.ceilings_store import StoredCeilings
 from experiments.comparison import ComparisonResult, PreparedComparison, measure_comparison
@@ -20,18 +20,24 @@ from experiments.report import Rows
 from experiments.terminal import OUT, print_lines, progress
 from experiments.tracking import LoggedRun, Store
 
+# Near ties that are printed, per arm; the report has them all.
+MOST_TIES = 3
+
 
 def run_comparison(
     comparison: PreparedComparison,
     title: str,
     started_s: float,
-    overview: Callable[[ComparisonResult], Rows] = compare_report.console_rows,
+    console_rows: Callable[[ComparisonResult], Rows] = compare_report.console_rows,
 ) -> ComparisonResult:
-    """Measure all arms; `title` is the kind of comparison, `overview` the table that is printed and heads the report.
+    """Measure all arms; `title` is the kind of comparison, `console_rows` the table that is printed.
 
     Raises UnfitPartsError where the baseline's parts don't fit, and whatever kept the result from being logged.
     """
-    print_lines(compare_report.plan_lines(comparison))
+    torch.set_num_threads(
+        comparison.shared.config.threads or 1
+    )  # for what is timed, the choice of kernels included
+    print_lines([*compare_report.plan_lines(comparison), *compare_report.weights_lines(comparison)])
     store = tracking.open_store()
     comparison_id = uuid.uuid4().hex[:8]
     config = comparison.shared.config
@@ -46,7 +52,6 @@ def run_comparison(
     settings = {label: asdict(point.config) for label, point in comparison.points.items()}
     with tracking.run(store, config.study, f"{title} {comparison_id}", tags, {}) as logged:
         logged.log_text(yaml.safe_dump(settings, sort_keys=False), "config/arms.yaml")
-        torch.set_num_threads(config.threads or 1)  # the environment says how many
         machine = environment.collect()
         record.record_environment(machine, logged)
         with progress(comparison.num_block_runs) as advance:
@@ -59,10 +64,10 @@ def run_comparison(
             )
             result = measure_comparison(comparison, watcher, ceilings)
         # Printed before it is logged: a store that fails now must not take the result with it.
-        OUT.print(report.console_table(overview(result)))
-        print_lines([*compare_report.verdict_lines(result), *compare_report.notes(result)])
+        OUT.print(report.console_table(console_rows(result)))
+        print_lines([*compare_report.verdict_lines(result), *compare_report.notes(result, MOST_TIES)])
         record.record_machine(machine, result.measured, ceilings.run_id, logged)
-        _record(result, overview(result), logged)
+        _record(result, logged)
         for label in comparison.points:
             _record_arm(result, label, store, tags, machine, ceilings.run_id, logged.run_id)
         _draw(result, logged)
@@ -77,9 +82,9 @@ def run_comparison(
     return result
 
 
-def _record(result: ComparisonResult, overview: Rows, logged: LoggedRun) -> None:
+def _record(result: ComparisonResult, logged: LoggedRun) -> None:
     """The report run: verdicts, tables, picture."""
-    text = compare_report.markdown(result, overview)
+    text = compare_report.markdown(result, overview.rows(result))
     logged.set_description(text)
     logged.log_metrics(compare_report.metrics(result))
     failed = {"validity": "failed"} if result.measured.failures else {}

@@ -24,6 +24,10 @@ from specdec.types import Request
 EXACT, NEAR_TIE, DIVERGED, NOT_APPLICABLE = "exact", "near_tie", "diverged", "n/a"
 
 
+# What replays of a twin's engine gave, by what was replayed: in single tokens, and read at once.
+Memory = dict[object, tuple[dict[Position, Tensor], dict[Position, Tensor]]]
+
+
 @dataclass(frozen=True)
 class Comparison:
     """One request against its twin. `position` is the first differing new token, None when all are equal.
@@ -55,14 +59,21 @@ def compare_block(
     answers: Mapping[int, Sequence[int]],
     twin_answers: Mapping[int, Sequence[int]],
     fresh_parts: Callable[[], DecodingParts],
+    memory: Memory | None = None,
 ) -> list[Comparison]:
-    """Grade every request of one block; `trace` is the strategy's. `fresh_parts` builds a runner for a replay."""
+    """Grade every request of one block; `trace` is the strategy's. `fresh_parts` builds a runner for a replay.
+
+    What `memory` has is not replayed again: give one to all arms that have the same twin.
+    """
     mismatches = {
         request.request_id: first_mismatch(answers[request.request_id], twin_answers[request.request_id])
         for request in block
     }
     open_ones: list[Position] = [(i, n) for i, n in mismatches.items() if n is not None]
-    evidence = _evidence(trace, block, answers, twin_answers, open_ones, fresh_parts) if open_ones else {}
+    memory = {} if memory is None else memory
+    evidence = (
+        _evidence(trace, block, answers, twin_answers, open_ones, fresh_parts, memory) if open_ones else {}
+    )
     return [
         Comparison(request_id, EXACT)
         if position is None
@@ -82,12 +93,14 @@ def compare_traces(
     twin_traces: Sequence[Trace],
     blocks: Sequence[Sequence[Request]],
     fresh_parts: Callable[[], DecodingParts],
+    memory: Memory | None = None,
 ) -> list[Comparison]:
     """Grade every request of every (repeat, block) of one arm against its twin's, greedy decoding of both assumed.
 
     Repeats that wrote the same texts in the same passes are replayed once.
     """
     twins = {(trace.repeat, trace.block): trace for trace in twin_traces}
+    memory = {} if memory is None else memory
     known: dict[object, list[Comparison]] = {}
     found: list[Comparison] = []
     for trace in traces:
@@ -95,7 +108,7 @@ def compare_traces(
         counts = tuple(event.counts for event in trace.passes)
         key = (trace.block, tuple(answers.items()), tuple(twin_answers.items()), counts)
         if key not in known:
-            known[key] = compare_block(trace, blocks[trace.block], answers, twin_answers, fresh_parts)
+            known[key] = compare_block(trace, blocks[trace.block], answers, twin_answers, fresh_parts, memory)
         found.extend(known[key])
     return found
 
@@ -134,10 +147,15 @@ def _evidence(
     twin_answers: Mapping[int, Sequence[int]],
     positions: Sequence[Position],
     fresh_parts: Callable[[], DecodingParts],
+    memory: Memory,
 ) -> dict[Position, _Evidence]:
     """For the positions that every replay reaches."""
-    single = replay(fresh_parts(), block, twin_answers, single_token_plan(twin_answers), positions)
-    at_once = read_at_once(fresh_parts(), block, answers, positions)
+    # Up to its position the text of each is the twin's, so neither replay depends on the strategy.
+    key = (tuple(request.request_id for request in block), tuple(twin_answers.items()), tuple(positions))
+    if key not in memory:
+        single = replay(fresh_parts(), block, twin_answers, single_token_plan(twin_answers), positions)
+        memory[key] = single, read_at_once(fresh_parts(), block, answers, positions)
+    single, at_once = memory[key]
     as_run = at_once  # how `no_cache` decodes
     if any(event.phase == "verify" for event in trace.passes):
         as_run = replay(fresh_parts(), block, answers, recorded_plan(trace), positions)

@@ -103,9 +103,7 @@ class PointResult:
             found.update(ratio_metrics(f"speedup/{name}", ratio))
         found.update(ratio_metrics("noise/again_vs_itself", self.measured.noise_floor))
         if self.memory is not None:
-            found["memory/peak_mib"] = self.memory.peak_mib
-            found["memory/steady_mib"] = self.memory.steady_mib
-            found["memory/base_mib"] = self.memory.base_mib
+            found.update(self.memory.metrics())
         if self.fidelity is not None:
             found.update(self.fidelity.metrics)
         return {**found, **equivalence.quality(self.comparisons)}

@@ -58,12 +58,22 @@ class ProcessMemory:
     `base_mib` is the same before any model is loaded, with everything imported but what a weight format
     imports itself, and the prompts read.
 
+    `peak_load_mib`, `peak_prefill_mib` and `peak_decode_mib` are the most while the strategy was loaded, while prompts
+    were read, and while tokens were written; None where the system does not forget a peak (only Linux does).
+
     On CUDA: memory of torch's tensors on the device, peak and now; `base_mib` is 0, the CUDA context not included.
     """
 
     peak_mib: float
     steady_mib: float
     base_mib: float
+    peak_load_mib: float | None = None
+    peak_prefill_mib: float | None = None
+    peak_decode_mib: float | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """`memory/...` by contract name."""
+        return {f"memory/{name}": value for name, value in asdict(self).items() if value is not None}
 
 
 def measure_memory(config: RunConfig, timeout_s: float = TIMEOUT_S) -> ProcessMemory:
@@ -178,13 +188,20 @@ def _measure_this_process(values: Mapping[str, Any]) -> ProcessMemory:
     from experiments.point import prepare
 
     point = prepare(from_resolved(values))
-    read_mib = _allocated_mib if point.config.device == "cuda" else _resident_mib
+    is_cuda = point.config.device == "cuda"
+    read_mib, peak_mib, forget_peak = _CUDA if is_cuda else _RESIDENT
     _, base_mib = read_mib()
+    can_forget = forget_peak()
     decoder, block = _strategy_alone(point)
-    for _ in decoder.generate(block):
-        pass  # the answer is dropped as it comes
-    peak_mib, steady_mib = read_mib()
-    return ProcessMemory(peak_mib, steady_mib, base_mib)
+    peaks = {"load": peak_mib(), "prefill": 0.0, "decode": 0.0}
+    forget_peak()
+    for step in decoder.generate(block):  # the answer is dropped as it comes
+        phase = "prefill" if step.phase == "prefill" else "decode"
+        peaks[phase] = max(peaks[phase], peak_mib())
+        forget_peak()
+    last_peak_mib, steady_mib = read_mib()
+    phases = {f"peak_{phase}_mib": mib for phase, mib in peaks.items() if can_forget and mib}
+    return ProcessMemory(max(last_peak_mib, *peaks.values()), steady_mib, base_mib, **phases)
 
 
 def _strategy_alone(point: PreparedPoint) -> tuple[Decoder, Sequence[Request]]:
@@ -203,20 +220,50 @@ def _allocated_mib() -> tuple[float, float]:
     import torch
 
     gc.collect()
-    return torch.cuda.max_memory_allocated() / MIB, torch.cuda.memory_allocated() / MIB
+    return _most_allocated_mib(), torch.cuda.memory_allocated() / MIB
+
+
+def _most_allocated_mib() -> float:
+    import torch
+
+    return torch.cuda.max_memory_allocated() / MIB
+
+
+def _forget_allocated() -> bool:
+    import torch
+
+    torch.cuda.reset_peak_memory_stats()
+    return True
+
+
+def _forget_resident() -> bool:
+    """The most that was resident counts from now on; False where the system can't do that."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
 
 
 def _resident_mib() -> tuple[float, float]:
     """Resident memory of this process: the most it has been, and now without garbage."""
     gc.collect()
     _return_freed_memory()
+    now_mib = psutil.Process().memory_info().rss / MIB
+    return max(_most_resident_mib(), now_mib), now_mib
+
+
+def _most_resident_mib() -> float:
     with suppress(OSError, KeyError):
         # Not ru_maxrss: on Linux a process that was started by a larger one begins with the larger one's.
         status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
-        kib = dict(re.findall(r"^(VmHWM|VmRSS):\s*(\d+) kB$", status, re.MULTILINE))
-        return int(kib["VmHWM"]) / 1024, int(kib["VmRSS"]) / 1024
-    now_mib = psutil.Process().memory_info().rss / MIB
-    return max(_max_rss_mib(), now_mib), now_mib
+        return int(dict(re.findall(r"^(VmHWM):\s*(\d+) kB$", status, re.MULTILINE))["VmHWM"]) / 1024
+    return _max_rss_mib()
+
+
+# How memory is read (the most, and now), how the most alone, and how the most is forgotten.
+_RESIDENT = (_resident_mib, _most_resident_mib, _forget_resident)
+_CUDA = (_allocated_mib, _most_allocated_mib, _forget_allocated)
 
 
 def _return_freed_memory() -> None:

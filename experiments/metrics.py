@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from scipy.optimize import brentq
 
 from experiments.trace import PassEvent, RequestTimeline, Trace, timelines
 
@@ -163,8 +164,22 @@ def predicted_speedup(
     return (1 - acceptance_rate ** (num_drafted + 1)) / (1 - acceptance_rate) / cost
 
 
+def break_even_acceptance(num_drafted: float, draft_cost: float, verify_cost: float) -> float | None:
+    """The acceptance rate from which on `predicted_speedup` is above 1; None where even 1 is not enough."""
+
+    def gain(rate: float) -> float:
+        return predicted_speedup(rate, num_drafted, draft_cost, verify_cost) - 1
+
+    if gain(1.0) < 0:
+        return None
+    return 0.0 if gain(0.0) >= 0 else float(brentq(gain, 0.0, 1.0))
+
+
 def prediction(strategy: Sequence[Trace], plain: Sequence[Trace]) -> dict[str, float]:
-    """`spec/predicted_speedup` from measured costs and acceptance; empty without drafts or plain decode steps."""
+    """`spec/predicted_speedup` from measured costs and acceptance, and from which acceptance on it would pay.
+
+    Empty without drafts or plain decode steps.
+    """
     found = speculation(strategy)
     drafted = found.get("spec/drafted", 0)
     plain_steps = _decode_steps(plain)
@@ -178,7 +193,9 @@ def prediction(strategy: Sequence[Trace], plain: Sequence[Trace]) -> dict[str, f
     per_step = drafted / row_steps
     rate = judged_acceptance(acceptance_by_position(strategy))
     drafting = draft_s / len(steps) / per_step / plain_s
-    return {"spec/predicted_speedup": predicted_speedup(rate, per_step, drafting, rest_s / plain_s)}
+    predicted = {"spec/predicted_speedup": predicted_speedup(rate, per_step, drafting, rest_s / plain_s)}
+    break_even = break_even_acceptance(per_step, drafting, rest_s / plain_s)
+    return predicted if break_even is None else {**predicted, "spec/break_even_acceptance": break_even}
 
 
 # A text that ends in a loop: this many tokens at least, this many rounds at least, of at most this many tokens each.

@@ -9,6 +9,7 @@ from experiments.report import MISSING, Rows, ratio_text
 
 HEADING = [
     "arm",
+    "kernels",
     "TTFT ms",
     "TPOT ms",
     "decode [95 %]",
@@ -33,6 +34,7 @@ def _row(result: ComparisonResult, label: str) -> list[str]:
     metrics, ratios = result.measured.metrics_of(label), result.speedups.get(label)
     return [
         label,
+        ", ".join(result.comparison.points[label].kernels(result.comparison.arm(label))),
         f"{metrics['latency/ttft_ms.p50']:.0f}",
         f"{metrics['latency/tpot_ms.p50']:.1f}" if "latency/tpot_ms.p50" in metrics else MISSING,
         ratio_text(ratios.decode) if ratios else MISSING,

@@ -86,6 +86,14 @@ class PreparedPoint:
             plans["draft"] = self.pool.draft_plan(arm.drafter.weights)
         return plans
 
+    def kernels(self, arm: Arm) -> list[str]:
+        """What will multiply by an arm's weights, the target's first. Raises what `weight_plans` does."""
+        names = [
+            [weights.kernels] if plan is None else plan.kernels
+            for weights, plan in zip(arm.all_weights, self.weight_plans(arm).values(), strict=True)
+        ]
+        return list(dict.fromkeys(name for found in names for name in found))
+
     def with_kernels_of(self, plan: WeightsPlan | None) -> PreparedPoint:
         """The same point with the kernels of the target's weights named that a plan chose, as every `auto` is."""
         if plan is None:

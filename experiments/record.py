@@ -68,14 +68,10 @@ def git_tags() -> dict[str, str]:
 
 def _kernels(point: PreparedPoint, arm: Arm) -> str:
     """What multiplies by an arm's weights: the target's first, then a draft model's; `none` where they don't fit."""
-    plans = _plans(point, arm)
-    if not plans:
+    try:
+        return ", ".join(point.kernels(arm))
+    except ValueError:
         return NONE
-    names = [
-        [weights.kernels] if plan is None else plan.kernels
-        for weights, plan in zip(arm.all_weights, plans.values(), strict=True)
-    ]
-    return ", ".join(dict.fromkeys(name for found in names for name in found))
 
 
 def _plans(point: PreparedPoint, arm: Arm) -> dict[str, WeightsPlan | None]:

@@ -11,6 +11,7 @@ from experiments import fidelity_report, weights_report
 from experiments.bench import MIB, OK, Footprint, Measured
 from experiments.equivalence import EXACT, Comparison
 from experiments.measured_point import PointResult
+from experiments.memory import ProcessMemory
 from experiments.point import PreparedPoint
 from experiments.roofline import PassParts
 from experiments.statistics import Ratio, Unit, detectable_frac
@@ -195,12 +196,23 @@ def notes(result: PointResult) -> list[str]:
     lines.append(weights_report.first_use_line(point.pool.conversion_s))
     if result.memory is not None:
         lines.append(
-            f"memory of the strategy alone, in its own process: peak {result.memory.peak_mib:.0f} MiB, afterwards "
+            f"memory of the strategy alone, in its own process: peak {_peaks(result.memory)}, afterwards "
             f"{result.memory.steady_mib:.0f} MiB, of which {result.memory.base_mib:.0f} MiB before the model"
         )
     if result.memory_error is not None:
         lines.append(f"memory of the strategy alone was not measured: {result.memory_error}")
     return [*filter(None, lines), time_line(result.seconds)]
+
+
+def _peaks(memory: ProcessMemory) -> str:
+    """The most it held, and in which phase, as far as that is known."""
+    phases = {
+        "loading": memory.peak_load_mib,
+        "prefill": memory.peak_prefill_mib,
+        "decode": memory.peak_decode_mib,
+    }
+    known = [f"{phase} {mib:.0f}" for phase, mib in phases.items() if mib is not None]
+    return f"{memory.peak_mib:.0f} MiB" + (f" ({', '.join(known)})" if known else "")
 
 
 def mismatch_line(comparison: Comparison, prompt_ids: Sequence[str], tokenizer: object) -> str:
@@ -275,8 +287,11 @@ def step_lines(metrics: Mapping[str, float], prefix: str = "") -> list[str]:
 
 
 def _predicted(metrics: Mapping[str, float]) -> str:
-    predicted = metrics.get("spec/predicted_speedup")
-    return "" if predicted is None else f"; predicted speed-up: {predicted:.2f}x"
+    predicted, least = metrics.get("spec/predicted_speedup"), metrics.get("spec/break_even_acceptance")
+    if predicted is None:
+        return ""
+    pays = "never pays at these costs" if least is None else f"pays from an acceptance of {least:.2f} on"
+    return f"; predicted speed-up: {predicted:.2f}x, {pays}"
 
 
 def _distance(comparison: Comparison) -> str:

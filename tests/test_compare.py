@@ -17,7 +17,7 @@ import pytest
 import yaml
 from toy_folders import repeating_prompts, save_model, save_prompts
 
-from experiments import compare, comparison, comparison_run, plugins, tracking
+from experiments import compare, comparison, comparison_run, overview, plugins, tracking
 from experiments.tracking import StoredRun
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -152,6 +152,7 @@ def test_a_comparison_is_printed_and_logged(place: Workplace, capsys: pytest.Cap
     text = place.artifact(report, "report.md")
     assert f"| arm | baseline | {LOOKUP} | specdec drafter.weights=plain |" in text
     assert text.startswith(report.tags["mlflow.note.content"].rstrip())
+    assert f"| {' | '.join(overview.HEADING)} |" in text
     assert {"noise/again_vs_itself", "compare/prompt_lookup_draft_length.max_3.decode"} <= set(report.metrics)
     settings = yaml.safe_load(place.artifact(report, "config/arms.yaml"))
     assert settings[LOOKUP]["draft_length"]["max"] == 3

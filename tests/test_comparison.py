@@ -27,7 +27,7 @@ from experiments.comparison import (
     measure_comparison,
     prepare_comparison,
 )
-from experiments.equivalence import DIVERGED, EXACT, Comparison
+from experiments.equivalence import DIVERGED, EXACT, NEAR_TIE, Comparison
 from experiments.load import ForeignLoad
 from experiments.measure import measure
 from experiments.memory import MemoryProbeError
@@ -385,6 +385,20 @@ def test_speed_ups_by_category_are_those_of_its_prompts(root: Path, prepared: Pr
     assert "## Decode speed-up by category" in compare_report.markdown(
         found, compare_report.console_rows(found)
     )
+
+
+def test_a_mismatch_has_one_line_and_many_near_ties_are_counted(result: ComparisonResult) -> None:
+    ties = [Comparison(0, NEAR_TIE, position, 1, 2, 0.5, 1.0) for position in (1, 2, 3, 3, 3)]
+    bug = Comparison(1, DIVERGED, 4, 1, 2, 0.5, 0.1)
+    found = replace(result, grades={LOOKUP: [Comparison(2, EXACT), *ties, bug]})
+    whole = [line for line in compare_report.notes(found) if line.startswith(LOOKUP) and "new token" in line]
+    assert [line.split(": ")[0] for line in whole] == [f"{LOOKUP}, diverged", *[f"{LOOKUP}, near_tie"] * 3]
+    assert [line.endswith(", 3 times") for line in whole] == [False, False, False, True]
+    brief = [line for line in compare_report.notes(found, 1) if line.startswith(f"{LOOKUP}, ")]
+    assert whole[0] in brief
+    assert whole[1] in brief
+    assert f"{LOOKUP}, and 2 more near ties, one line each in report.md" in brief
+    assert whole[2] not in brief
 
 
 def test_one_category_has_no_table(result: ComparisonResult) -> None:

@@ -318,10 +318,16 @@ def test_repeats_of_the_same_passes_are_replayed_once() -> None:
         assert len(built) == 3
     assert [one.grade for one in found[3]] == [NEAR_TIE] * 3
     assert found[3] == found[1] * 3
+    # Another arm of the same twin needs its own passes only.
+    memory: equivalence.Memory = {}
+    equivalence.compare_traces(ours, twins, blocks, fresh_parts, memory)
+    built.clear()
+    assert equivalence.compare_traces(ours, twins, blocks, fresh_parts, memory) == found[3]
+    assert len(built) == 1
     ours[2].passes[1] = replace(ours[2].passes[1], counts=(1,))  # another shape
     built.clear()
     assert len(equivalence.compare_traces(ours, twins, blocks, fresh_parts)) == 3
-    assert len(built) == 6
+    assert len(built) == 3 + 1
 
 
 # --- pure functions

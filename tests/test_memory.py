@@ -101,6 +101,28 @@ def test_peak_steady_and_base_are_in_order(probes: Probes) -> None:
         assert found.peak_mib >= found.steady_mib > found.base_mib > 0
 
 
+@pytest.mark.skipif(not memory._forget_resident(), reason="this system does not forget a peak")
+def test_each_phase_has_a_peak_of_its_own(probes: Probes) -> None:
+    for found in (probes.small, probes.wide):
+        phases = (found.peak_load_mib, found.peak_prefill_mib, found.peak_decode_mib)
+        known = [phase for phase in phases if phase is not None]
+        assert len(known) == 3
+        assert max(known) <= found.peak_mib < max(known) + 1
+        assert min(known) > found.base_mib
+    wide, small = (found.peak_prefill_mib for found in (probes.wide, probes.small))
+    assert wide is not None
+    assert small is not None
+    assert wide - small > 0.9 * WIDE_MIB  # weights that were mapped are read at last
+
+
+def test_a_system_that_forgets_no_peak_has_no_phases() -> None:
+    assert set(ProcessMemory(3.0, 2.0, 1.0).metrics()) == {
+        "memory/peak_mib",
+        "memory/steady_mib",
+        "memory/base_mib",
+    }
+
+
 def test_a_wider_model_needs_as_much_more_as_its_weights(probes: Probes) -> None:
     more = probes.wide.steady_mib - probes.small.steady_mib
     assert 0.9 * WIDE_MIB < more < 1.5 * WIDE_MIB

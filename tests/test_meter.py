@@ -7,6 +7,7 @@ are exact rationals, turned into floats once, and compared with ==.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import cache, partial
@@ -472,7 +473,12 @@ def test_the_prediction_is_the_papers_from_measured_costs(
     monkeypatch.setattr(toy_clock, "OVERHEAD_S", 0.0)
     drafting = 4 * Fraction(1, 8) + 4 * READ / 8  # of two steps: four passes, and the prompt once
     cost = (drafting / 2 + VERIFY) / (2 * DECODE)
-    expected = {"spec/predicted_speedup": pytest.approx(float(gain / cost), rel=1e-15)}
+    # Two draft tokens a step: 1 + a + a^2 tokens.
+    break_even = max(0.0, (math.sqrt(max(0.0, float(4 * cost - 3))) - 1) / 2)
+    expected = {
+        "spec/predicted_speedup": pytest.approx(float(gain / cost), rel=1e-15),
+        "spec/break_even_acceptance": pytest.approx(break_even, rel=1e-12),
+    }
     assert predicted(wrong, limit) == expected
 
 

@@ -350,6 +350,23 @@ def test_predicted_speedup_is_leviathans(
     assert metrics.predicted_speedup(acceptance, drafted, draft_cost, verify_cost) == expected
 
 
+@pytest.mark.parametrize(
+    ("drafted", "draft_cost", "verify_cost", "expected"),
+    [
+        (1, 0.5, 1.0, 0.5),  # 1 + a tokens for 1.5 steps
+        (2, 0.0, 1.75, 0.5),  # 1 + a + a^2
+        (4, 0.0, 0.5, 0.0),  # pays with nothing accepted
+        (2, 1.0, 1.0, 1.0),
+        (2, 1.5, 1.0, None),  # three tokens at most, for four steps
+    ],
+)
+def test_break_even_is_where_the_prediction_is_one(
+    drafted: int, draft_cost: float, verify_cost: float, expected: float | None
+) -> None:
+    found = metrics.break_even_acceptance(drafted, draft_cost, verify_cost)
+    assert found == (None if expected is None else pytest.approx(expected, abs=1e-12))
+
+
 def test_percentiles_carry_their_number_of_samples() -> None:
     found = metrics.latency([blocks_of_four()])
     assert found["latency/ttft_ms.n"] == 1

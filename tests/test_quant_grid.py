@@ -49,6 +49,11 @@ def test_every_combination_is_a_row_of_one_table(root: Path, capsys: pytest.Capt
     assert run.main(arguments(root, *GRID)) == 0
     shown = capsys.readouterr()
     assert shown.err == ""
+    (plan,) = (
+        line for line in shown.out.splitlines() if line.startswith("weights    baseline weights=int8, ")
+    )
+    assert "% of" in plan
+    assert "bits a weight with scales" in plan
     store = tracking.open_store(root)
     found = tracking.find_runs(store, "quant_grid")
     (report,) = (one for one in found if one.tags["kind"] == "report")

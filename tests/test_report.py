@@ -274,7 +274,9 @@ def test_the_step_note_adds_up(result: PointResult) -> None:
     total = sum(metrics[f"spec/{part}_ms.mean"] for part in ("draft", "verify", "overhead"))
     assert f"= {total:.1f} ms for {metrics['spec/tokens_per_pass']:.2f} tokens" in line
     predicted = f"{metrics['spec/predicted_speedup']:.2f}x"
-    assert line.endswith(f"; predicted speed-up: {predicted}")
+    least = metrics.get("spec/break_even_acceptance")
+    pays = "never pays at these costs" if least is None else f"pays from an acceptance of {least:.2f} on"
+    assert line.endswith(f"; predicted speed-up: {predicted}, {pays}")
 
 
 # --- tags and the report of a sweep

@@ -79,6 +79,7 @@ FULL_METRICS = {
     *(f"{name}.{end}" for name in {*SPEEDUPS, "noise/again_vs_itself"} for end in ("ci_low", "ci_high")),
     "noise/again_vs_itself",
     *(f"memory/{kind}_mib" for kind in ("peak", "steady", "base")),
+    *(f"memory/peak_{phase}_mib" for phase in ("load", "prefill")),
     "roofline/mbu_target_pct",
     "roofline/mbu_draft_pct",
     "roofline/mfu_prefill_pct",
@@ -90,7 +91,7 @@ FULL_METRICS = {
     ),
 }
 # The share of drafts accepted if the one before was: only of positions that were ever reached.
-CONDITIONAL = "spec/accept_cond_"
+CONDITIONAL = ("spec/accept_cond_", "spec/break_even_acceptance", "memory/peak_decode_mib")
 TAGS = {
     "kind",
     "strategy",
