@@ -141,6 +141,7 @@ def test_a_whole_model(label: str, tied: bool) -> None:
     assert expected < before
 
 
+@pytest.mark.filterwarnings("ignore")  # of what the libraries import
 def test_weights_of_the_libraries_own_modules_are_known_too() -> None:
     """Made by others, not by the formats here: as a model loaded already quantized has them."""
     import bitsandbytes

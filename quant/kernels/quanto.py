@@ -131,8 +131,8 @@ def _multiples(bits: int, keeps_rows: bool) -> tuple[int, int]:
 
 def _quantized(weight: Tensor, bits: int) -> Tensor:
     with warnings.catch_warnings():
-        # It imports distutils, which says that it is deprecated unless setuptools came first.
-        warnings.simplefilter("ignore", DeprecationWarning)
+        # It imports distutils, which warns in several ways unless setuptools came first.
+        warnings.simplefilter("ignore")
         from optimum.quanto import AbsmaxOptimizer, MaxOptimizer, qint4, qint8, quantize_weight
 
     found: Tensor
