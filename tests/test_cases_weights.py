@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +25,7 @@ from specdec.runner import ModelRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
+CHECKOUT = Path(__file__).resolve().parents[1]
 CAN_BE_COPIED = {"int8", "int4", "int4_64", "int4_symmetric", "bnb_nf4", "bnb_int8"}
 
 
@@ -235,3 +239,13 @@ def test_q12_every_width_uses_all_its_codes(bits: int) -> None:
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     found = quantize_centred(weight, bits, 64)
     assert set(found.codes.unique().tolist()) == set(range(-(2 ** (bits - 1)), 2 ** (bits - 1)))
+
+
+def test_quanto_is_imported_whatever_else_the_process_imported() -> None:
+    """Looking for pip takes setuptools' own distutils away, without which its import fails unless it is told."""
+    program = (
+        "import importlib.util as u; u.find_spec('pip'); from quant.kernels import quanto; quanto.library()"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -141,11 +141,13 @@ def test_a_whole_model(label: str, tied: bool) -> None:
     assert expected < before
 
 
-@pytest.mark.filterwarnings("ignore")  # of what the libraries import
 def test_weights_of_the_libraries_own_modules_are_known_too() -> None:
     """Made by others, not by the formats here: as a model loaded already quantized has them."""
     import bitsandbytes
-    from optimum.quanto import freeze, qint8, quantize
+
+    from quant.kernels import quanto as own
+
+    library = own.library()
 
     nf4 = bitsandbytes.nn.Linear4bit(128, 64, bias=False, quant_type="nf4", compress_statistics=False)
     nf4 = nf4.to("cpu")
@@ -155,8 +157,8 @@ def test_weights_of_the_libraries_own_modules_are_known_too() -> None:
     assert stored_bytes(eight) == 128 * 64 + 4 * 64
     assert (quantized_share(eight), num_parameters(eight)) == (1, 128 * 64)
     quanto = nn.Sequential(linear_of(64, 128))
-    quantize(quanto, weights=qint8)
-    freeze(quanto)
+    library.quantize(quanto, weights=library.qint8)
+    library.freeze(quanto)
     assert stored_bytes(quanto) == 128 * 64 + 2 * 64 + 2 * 2  # two scales of activations that nothing uses
     assert (quantized_share(quanto), num_parameters(quanto)) == (1, 128 * 64)
 

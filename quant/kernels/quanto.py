@@ -8,9 +8,14 @@ take. In other dtypes weights are dequantized at each product, those of 4 bits b
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import shutil
+import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -130,19 +135,41 @@ def _multiples(bits: int, keeps_rows: bool) -> tuple[int, int]:
 
 
 def _quantized(weight: Tensor, bits: int) -> Tensor:
-    with warnings.catch_warnings():
-        # It imports distutils, which warns in several ways unless setuptools came first.
-        warnings.simplefilter("ignore")
-        from optimum.quanto import AbsmaxOptimizer, MaxOptimizer, qint4, qint8, quantize_weight
-
+    quanto = library()
     found: Tensor
     if bits == 8:
-        scale = AbsmaxOptimizer()(weight, qtype=qint8, axis=0)
-        found = quantize_weight(weight, qtype=qint8, axis=0, scale=scale)
+        scale = quanto.AbsmaxOptimizer()(weight, qtype=quanto.qint8, axis=0)
+        found = quanto.quantize_weight(weight, qtype=quanto.qint8, axis=0, scale=scale)
     else:
-        scale, shift = MaxOptimizer()(weight, qtype=qint4, axis=0, group_size=GROUP)
-        found = quantize_weight(weight, qtype=qint4, axis=0, scale=scale, shift=shift, group_size=GROUP)
+        kind = {"qtype": quanto.qint4, "axis": 0, "group_size": GROUP}
+        scale, shift = quanto.MaxOptimizer()(weight, **kind)
+        found = quanto.quantize_weight(weight, scale=scale, shift=shift, **kind)
     return found
+
+
+def library() -> Any:
+    """`optimum.quanto`, imported where it is used (it is slow, and brings setuptools along)."""
+    with warnings.catch_warnings(), _distutils_as_it_is():
+        warnings.simplefilter("ignore")  # of distutils, in several ways
+        return importlib.import_module("optimum.quanto")
+
+
+@contextmanager
+def _distutils_as_it_is() -> Iterator[None]:
+    """Lets setuptools take the standard library's distutils where its own no longer comes first.
+
+    That is so once anything in the process has looked for pip, and its import would then fail.
+    """
+    name = "SETUPTOOLS_USE_DISTUTILS"
+    spec = importlib.util.find_spec("distutils") if sys.version_info < (3, 12) else None
+    if spec is None or "setuptools" in (spec.origin or "") or name in os.environ:
+        yield
+        return
+    os.environ[name] = "stdlib"
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def _codes_in_order(weight: Any, shape: tuple[int, int]) -> Tensor:
