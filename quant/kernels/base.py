@@ -47,13 +47,15 @@ class QuantizedLinear(nn.Module):
 
     @property
     def num_lookup_bytes(self) -> int:
-        """Of the stored bytes those that only `rows` reads."""
-        return 0
+        """Of the stored bytes those that only `rows` reads; where codes are, in a layer that stores that."""
+        places = self._buffers.get("places")
+        return 0 if places is None else places.nbytes
 
     @property
     def num_row_bytes(self) -> int:
         """Bytes that a row takes of `num_lookup_bytes`."""
-        return 0
+        places = self._buffers.get("places")
+        return 0 if places is None else places[0].nbytes
 
 
 def padded_to(length: int, multiple: int) -> int:

@@ -86,16 +86,6 @@ class Int4PackLinear(QuantizedLinear):
         values = grouped_rows(self.packed, places, self.scales_and_offsets, self.group, ids)
         return values[..., : self.in_features].to(self.dtype)
 
-    @property
-    def num_lookup_bytes(self) -> int:
-        places = self._buffers["places"]
-        return 0 if places is None else places.nbytes
-
-    @property
-    def num_row_bytes(self) -> int:
-        places = self._buffers["places"]
-        return 0 if places is None else places[0].nbytes
-
 
 def outputs_multiple(keeps_rows: bool) -> int:
     return BLOCK_ROWS if keeps_rows else OUTPUTS_MULTIPLE

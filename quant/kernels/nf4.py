@@ -75,16 +75,6 @@ class Nf4Linear(QuantizedLinear):
         absmax = self.absmax.float()[:, ids].movedim(0, -1).unsqueeze(-1)
         return (values * absmax).flatten(-2)[..., : self.in_features].to(self.dtype)
 
-    @property
-    def num_lookup_bytes(self) -> int:
-        places = self._buffers["places"]
-        return 0 if places is None else places.nbytes
-
-    @property
-    def num_row_bytes(self) -> int:
-        places = self._buffers["places"]
-        return 0 if places is None else places[0].nbytes
-
 
 def is_native() -> bool:
     """Has the processor the bf16 instructions without which the library unpacks all weights at every product?"""

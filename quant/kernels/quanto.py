@@ -73,16 +73,6 @@ class QuantoLinear(QuantizedLinear):
         )
         return values[..., : self.in_features].to(self.dtype)
 
-    @property
-    def num_lookup_bytes(self) -> int:
-        places = self._buffers["places"]
-        return 0 if places is None else places.nbytes
-
-    @property
-    def num_row_bytes(self) -> int:
-        places = self._buffers["places"]
-        return 0 if places is None else places[0].nbytes
-
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantoLinear:
         raise ValueError("optimum-quanto's tensors can't be copied: convert another float model")
 
