@@ -34,9 +34,8 @@ def run_comparison(
 
     Raises UnfitPartsError where the baseline's parts don't fit, and whatever kept the result from being logged.
     """
-    torch.set_num_threads(
-        comparison.shared.config.threads or 1
-    )  # for what is timed, the choice of kernels included
+    # For whatever is timed, the choice of kernels included.
+    torch.set_num_threads(comparison.shared.config.threads or 1)
     print_lines([*compare_report.plan_lines(comparison), *compare_report.weights_lines(comparison)])
     store = tracking.open_store()
     comparison_id = uuid.uuid4().hex[:8]

@@ -82,7 +82,6 @@ def run_study(config: RunConfig, sweep: Sweep) -> None:
         measure_study = config.experiment.prepare(given_overrides())
     except BAD_INPUT as error:
         raise BadInputError(explain_arm(error)) from error
-    sweep.studies.add(config.study)
     try:
         is_whole = measure_study()
     except UnfitPartsError as error:
