@@ -22,7 +22,7 @@ from experiments.teacher_forcing import ForcedText
 from experiments.workloads.base import Prompt, WorkloadContext, encode
 from quant.plan import WeightsPlan
 from specdec.generation import end_of_text_ids
-from specdec.hf_adapter import check_supported
+from specdec.hf_adapter import cache_shape, check_supported
 from specdec.types import Request
 
 
@@ -51,6 +51,11 @@ class PreparedPoint:
         return [self.requests[start : start + size] for start in range(0, len(self.requests), size)]
 
     @property
+    def num_slots(self) -> int:
+        """Rows that are decoded together at most."""
+        return min(self.config.batch_size, len(self.requests))
+
+    @property
     def capacity(self) -> int:
         return max(request.max_length for request in self.requests)
 
@@ -65,7 +70,7 @@ class PreparedPoint:
         config, tokenizer = self.config, self.pool.tokenizer
         end_of_text = end_of_text_ids(self.pool.target(self.arms.strategy.weights))
         return EngineSettings(
-            num_slots=min(config.batch_size, len(self.requests)),
+            num_slots=self.num_slots,
             capacity=self.capacity,
             sampling=sampling_params(config.sampling, tokenizer),
             stop_ids=stop_ids(config.sampling, end_of_text),
@@ -124,7 +129,7 @@ def prepare(config: RunConfig, loaded: LoadedModels | None = None) -> PreparedPo
     """Resolve and check a configuration. Points that are given the same `loaded` share the models they have in common.
 
     Raises ValueError or BundledModelError, in one line, for whatever can be known to be wrong before weights
-    are loaded: names, files, vocabularies, model families, texts beyond the context.
+    are loaded: names, files, vocabularies, model families, texts beyond the context, KV stores of another shape.
     """
     if config.threads is not None and config.threads > quota_cores():
         raise ValueError(
@@ -158,10 +163,12 @@ def prepare(config: RunConfig, loaded: LoadedModels | None = None) -> PreparedPo
         for index, token_ids in enumerate(encoded)
     ]
     _check_fits(pool, prompts, requests)
-    arms = arms_of(config)
+    point = PreparedPoint(config, arms_of(config), pool, prompts, requests, tokenize_ms, pool.vocab_size)
+    _check_stores(point)
     check_corpus(config.fidelity)
-    corpus = [] if arms.strategy.keeps_laws else corpus_texts(config.fidelity, pool.tokenizer, _context(pool))
-    return PreparedPoint(config, arms, pool, prompts, requests, tokenize_ms, pool.vocab_size, corpus)
+    if point.arms.strategy.keeps_laws:
+        return point
+    return replace(point, corpus=corpus_texts(config.fidelity, pool.tokenizer, _context(pool)))
 
 
 def _check_fits(pool: ModelPool, prompts: Sequence[Prompt], requests: Sequence[Request]) -> None:
@@ -174,6 +181,23 @@ def _check_fits(pool: ModelPool, prompts: Sequence[Prompt], requests: Sequence[R
                 check_supported(model_config, num_tokens)
             except ValueError as error:
                 raise ValueError(f"{what}: {error}") from error
+
+
+def _check_stores(point: PreparedPoint) -> None:
+    """Can the arms' KV stores hold the target's heads and the arms' passes? A store without `check` holds any."""
+    pool = point.pool
+    for arm in point.arms.distinct:
+        if hasattr(arm.kv, "check"):
+            arm.kv.check(
+                cache_shape(
+                    pool.target_config,
+                    point.num_slots,
+                    point.capacity,
+                    pool.dtype,
+                    pool.device,
+                    arm.longest_pass,
+                )
+            )
 
 
 def _context(pool: ModelPool) -> int:

@@ -56,7 +56,12 @@ class Arm:
 
     @property
     def longest_pass(self) -> int:
-        """Tokens per row of its widest pass that is not over a prompt: the newest token and the drafts behind it."""
+        """Tokens per row of its widest pass that is not over a prompt: the newest token and the drafts behind it.
+
+        All passes are as wide where they are of one shape.
+        """
+        if self.pass_tokens is not None:
+            return self.pass_tokens
         return 1 if self.draft_length is None else self.draft_length.max + 1
 
     def same_parts(self, other: Arm) -> bool:

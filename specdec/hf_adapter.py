@@ -76,6 +76,31 @@ def check_supported(config: Any, num_tokens: int) -> None:
         raise ValueError(f"layers of kind {', '.join(sorted(kinds))} can't be rolled back: not supported")
 
 
+def cache_shape(
+    config: Any,
+    num_slots: int,
+    capacity: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    longest_pass: int | None = None,
+) -> CacheShape:
+    """The cache that a model of this configuration needs. Needs no weights.
+
+    Raises ValueError when `capacity` exceeds the model's context.
+    """
+    check_supported(config, capacity)
+    return CacheShape(
+        config.num_hidden_layers,
+        num_slots,
+        getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        capacity,
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        dtype,
+        device,
+        longest_pass,
+    )
+
+
 class HFAdapter:
     """One Hugging Face decoder as a function of (tokens, layout, store).
 
@@ -104,22 +129,9 @@ class HFAdapter:
         return self.model.device
 
     def cache_shape(self, num_slots: int, capacity: int, longest_pass: int | None = None) -> CacheShape:
-        """The cache this model needs.
-
-        Raises ValueError when `capacity` exceeds the model's context.
-        """
-        check_supported(self.model.config, capacity)
-        config = self.model.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return CacheShape(
-            config.num_hidden_layers,
-            num_slots,
-            getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-            capacity,
-            head_dim,
-            self.model.dtype,
-            self.device,
-            longest_pass,
+        """The cache this model needs. Raises what the function of that name does."""
+        return cache_shape(
+            self.model.config, num_slots, capacity, self.model.dtype, self.device, longest_pass
         )
 
     @torch.no_grad()  # not inference_mode: some quantized weights fail under it

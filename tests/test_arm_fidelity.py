@@ -135,7 +135,7 @@ def test_texts_are_the_references_answers_up_to_so_many_tokens() -> None:
 
 
 def test_a_point_has_a_corpus_where_its_laws_are_not_the_references(root: Path) -> None:
-    assert point(root, "strategy=prompt_lookup").corpus == []
+    assert not point(root, "strategy=prompt_lookup").corpus
     corpus = point(root, "strategy=prompt_lookup", *rounding(root)).corpus
     assert sum(text.num_scored for text in corpus) == 60
     assert max(len(text.token_ids) for text in corpus) <= 128

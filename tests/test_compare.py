@@ -273,6 +273,10 @@ BAD_INPUT: dict[str, tuple[list[str], tuple[str, ...]]] = {
         [candidates("prompt_lookup", "prompt_lookup draft_length.max=0")],
         ("arm 'prompt_lookup draft_length.max=0': draft_length.max=0",),
     ),
+    "a KV store that can't hold an arm's pass": (
+        [candidates("prompt_lookup", "prompt_lookup kv=kv_int4 kv.tail=2 draft_length.max=2")],
+        ("arm 'prompt_lookup kv=kv_int4 kv.tail=2 draft_length.max=2': kv.tail=2: ", "at least 3"),
+    ),
     "shared setting in an arm": ([candidates("specdec seed=1")], ("arm 'specdec seed=1' sets seed",)),
     "an arm of settings": ([candidates("seed=1 specdec")], ("arm 'seed=1 specdec'", "preset")),
     "an arm that does not end": ([candidates("specdec 'x")], ('arm "specdec \'x"', "preset")),

@@ -14,11 +14,29 @@ from experiments.config import RunConfig, compose_run
 from experiments.hardware import GEMM_GFLOP_S, OVERHEAD_MS, READ_GB_S, Values
 from experiments.measured_point import PointResult, measure_point, ratio_metrics
 from experiments.memory import MemoryProbeError, ProcessMemory
+from experiments.models import ModelSource
 from experiments.point import PreparedPoint, prepare
 from experiments.statistics import TOO_FEW, Ratio
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTHS = (3, 6, 5)
+PICKY = '''
+"""Refuses every cache, and says which."""
+
+from dataclasses import dataclass
+
+from specdec.kv_stores.dense import DenseOptions
+
+GROUP = "kv"
+
+
+@dataclass
+class PickyOptions(DenseOptions):
+    def check(self, shape):
+        raise ValueError(
+            f"a cache of {shape.num_slots} slots, {shape.capacity} tokens, {shape.longest_pass} per pass"
+        )
+'''
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +133,42 @@ def test_ceilings_are_measured_for_the_points_setting_or_skipped(root: Path) -> 
     assert hardware is not None
     assert (hardware.device, hardware.dtype, hardware.threads) == (ready.pool.device, ready.pool.dtype, 1)
     assert point(root, "measure.ceilings=skip").hardware() is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["kv=kv_int4", "draft_length.max=6", "kv.tail=6"],
+            r"^kv\.tail=6: .* up to 7 tokens .*: at least 7$",
+        ),
+        (["kv=kv_int8", "kv.group=3"], r"^kv\.group=3: groups have to divide a head of 8 .*nearest: 2 or 4$"),
+        (
+            ["kv=kv_int4", "kv.tail=5", "exactness=bitwise", "exactness.pass_tokens=9"],
+            r"^kv\.tail=5: .* up to 9 tokens \(.*exactness.pass_tokens\): at least 9$",
+        ),
+        (
+            ["plugin={root}/picky.py", "kv=picky", "batch_size=2"],
+            r"^a cache of 2 slots, 28 tokens, 5 per pass$",
+        ),
+    ],
+    ids=["a pass", "a head", "passes of one shape", "a store from outside"],
+)
+def test_a_store_that_can_not_hold_the_cache_is_refused_before_anything_is_loaded(
+    root: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str
+) -> None:
+    def loaded(*_: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(ModelSource, "model", loaded)
+    (root / "picky.py").write_text(PICKY, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        point(root, *(override.format(root=root) for override in overrides))
+
+
+def test_the_least_that_a_store_asks_for_is_enough(root: Path) -> None:
+    found = point(root, "kv=kv_int4", "draft_length.max=6", "kv.tail=7", "kv.group=4")
+    assert (found.config.kv.tail, found.config.kv.group) == (7, 4)
 
 
 def test_parts_that_turn_out_not_to_fit_are_one_line(root: Path) -> None:

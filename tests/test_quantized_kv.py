@@ -81,14 +81,16 @@ def test_options_out_of_range_are_refused(make: Any, message: str) -> None:
 def test_what_does_not_fit_the_model_is_refused_in_a_line(
     options: KVOptions, head_dim: int, message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        options.build(shape(head_dim=head_dim))
-    assert "\n" not in str(caught.value)
+    for ask in (options.check, options.build):
+        with pytest.raises(ValueError, match=message) as caught:
+            ask(shape(head_dim=head_dim))
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("head_dim", [4, 12, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("options", [KVInt8(), KVInt4(), KVInt2()])
 def test_heads_of_known_models_fit(options: KVOptions, head_dim: int) -> None:
+    options.check(shape(head_dim=head_dim))
     assert options.build(shape(head_dim=head_dim)).allocated_bytes() > 0
 
 

@@ -514,6 +514,10 @@ BAD_INPUT: dict[str, tuple[Any, tuple[str, ...]]] = {
         ["weights=bnb_nf4", "weights.keep=[nothing]"],
         ("weights=bnb_nf4: weights.keep=nothing", "lm_head"),
     ),
+    "a KV store that can't hold a pass": (
+        ["strategy=prompt_lookup", "kv=kv_int4", "kv.tail=3"],
+        ("kv.tail=3", "at least 5"),
+    ),
     "study that is no name": (["study=.."], ("'..'",)),
     "missing plug-in": (["plugin=/nowhere.py"], ("plugin=/nowhere.py",)),
 }

@@ -97,8 +97,15 @@ class KVOptions(ABC):
             raise ValueError(f"kv.group={self.group}: expected at least 1, or 0 for a whole head")
 
     @abstractmethod
+    def check(self, shape: Any) -> None:
+        """Raises ValueError, in one line, where the options don't fit a cache of this shape.
+
+        Whoever knows the shape asks before anything is loaded; `build` asks again.
+        """
+
+    @abstractmethod
     def build(self, shape: Any) -> Any:
-        """The store. Raises ValueError, in one line, where the options don't fit the model."""
+        """The store. Raises what `check` does."""
 
     def group_of(self, head_dim: int, *all_bits: int) -> int:
         """The size of a group in a head of `head_dim` numbers.

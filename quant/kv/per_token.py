@@ -70,6 +70,11 @@ class PerTokenStore:
 class PerTokenOptions(KVOptions):
     """`key_bits`, `value_bits`: 2, 4 or 8. `group`: numbers of a head that share a scale; 0: all of them."""
 
+    def check(self, shape: Shape) -> None:
+        self._group(shape)
+
     def build(self, shape: Shape) -> PerTokenStore:
-        group = self.group_of(shape.head_dim, self.key_bits, self.value_bits)
-        return PerTokenStore(shape, self.key_bits, self.value_bits, group)
+        return PerTokenStore(shape, self.key_bits, self.value_bits, self._group(shape))
+
+    def _group(self, shape: Shape) -> int:
+        return self.group_of(shape.head_dim, self.key_bits, self.value_bits)

@@ -350,8 +350,8 @@ class SealedGroupsOptions(KVOptions):
             if value < least:
                 raise ValueError(f"kv.{name}={value}: expected at least {least}")
 
-    def build(self, shape: Shape) -> SealedGroupsStore:
-        group = self.group_of(shape.head_dim, self.value_bits)
+    def check(self, shape: Shape) -> None:
+        self.group_of(shape.head_dim, self.value_bits)
         if shape.head_dim * self.key_bits % 8:
             raise ValueError(
                 f"kv.key_bits={self.key_bits}: a head of {shape.head_dim} numbers does not fill whole bytes; "
@@ -362,5 +362,9 @@ class SealedGroupsOptions(KVOptions):
                 f"kv.tail={self.tail}: the dense tail has to hold a pass, here of up to {shape.longest_pass} tokens "
                 f"(draft_length.max + 1, or exactness.pass_tokens): at least {shape.longest_pass}"
             )
+
+    def build(self, shape: Shape) -> SealedGroupsStore:
+        self.check(shape)
+        group = self.group_of(shape.head_dim, self.value_bits)
         seal = Seal(min(self.sink, shape.capacity), self.block, self.tail)
         return SealedGroupsStore(shape, seal, self.key_bits, self.value_bits, group)
