@@ -7,8 +7,9 @@ itself is what rounding does, the floor of every figure.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,26 +79,27 @@ class ArmFidelity:
 
 
 def measure_fidelity(
-    points: Mapping[str, PreparedPoint], answers: Mapping[int, Sequence[int]]
+    points: Mapping[str, PreparedPoint],
+    answers: Mapping[int, Sequence[int]],
+    with_draft_model: Collection[str],
 ) -> dict[str, ArmFidelity]:
     """Of the points' strategies, by the same labels; those without a quantized part or a draft model have none.
 
     Args:
         points: of one engine: target, dtype and prompts are the same.
         answers: what the reference wrote, new tokens by request id; without any, only the corpus is read.
+        with_draft_model: labels of those whose drafter has a model, as whoever measured them has seen.
     """
     first = next(iter(points.values()))
     texts = own_texts(first.requests, answers, first.config.fidelity.text_tokens)
     corpus = next((point.corpus for point in points.values() if point.corpus), ())
-    if not texts and not corpus:
+    lossy_points = {label: point for label, point in points.items() if not point.arms.strategy.keeps_laws}
+    drafting = {label: point for label, point in points.items() if texts and label in with_draft_model}
+    if not (texts or corpus) or not (lossy_points or drafting):
         return {}
     bench = _Readers(first, texts, corpus)
-    targets = {
-        label: bench.target(point) for label, point in points.items() if not point.arms.strategy.keeps_laws
-    }
-    drafts = {label: name for label, point in points.items() if texts and (name := bench.draft(point))}
-    if not targets and not drafts:
-        return {}
+    targets = {label: bench.target(point) for label, point in lossy_points.items()}
+    drafts = {label: bench.draft(point) for label, point in drafting.items()}
     lossy = dict.fromkeys(targets.values())
     of_drafts = {name: targets.get(label, REFERENCE) for label, name in drafts.items()}
     on_texts = bench.read(texts, lossy, of_drafts)
@@ -183,18 +185,16 @@ class _Readers:
             self._readers[name] = self._target_reader(point, arm, self._chunk)
         return name
 
-    def draft(self, point: PreparedPoint) -> str | None:
-        """The same of the draft model; None where the strategy's drafter has none."""
+    def draft(self, point: PreparedPoint) -> str:
+        """The same of the draft model."""
         arm, model = point.arms.strategy, point.config.model
         name = f"draft {arm.drafter} {arm.weights} {arm.kv} {model.draft} {model.draft_revision}"
         if name not in self._readers:
             target = self._reader(self.target(point) if not arm.keeps_laws else REFERENCE).runner
             assert isinstance(target, ModelRunner)
-            drafter = build_drafter(arm, point.pool, _alone(point, self._draft_capacity), target.cache)
-            runner = getattr(drafter, "runner", None)
-            if runner is None:
-                return None
-            self._readers[name] = Reader(runner, self._chunk)
+            settings = _alone(point, self._draft_capacity)
+            drafter: Any = build_drafter(arm, point.pool, settings, target.cache)
+            self._readers[name] = Reader(drafter.runner, self._chunk)
         return name
 
     def read(

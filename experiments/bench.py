@@ -103,6 +103,10 @@ class Measured:
     def timelines_of(self, name: str) -> dict[Unit, RequestTimeline]:
         return statistics.by_unit([t for trace in self.traces_of(name) for t in timelines(trace)])
 
+    def has_draft_model(self, name: str) -> bool:
+        """Of an arm that could be built: does its drafter have a model?"""
+        return self.footprints[name].draft is not None
+
     @cached_property
     def noise_floor(self) -> Ratio | None:
         """An arm against itself, in decode speed; None without an A/A arm, or without a usable pair."""

@@ -293,7 +293,9 @@ def measure_comparison(
     with timed(seconds, "measure fidelity"):
         for group in _engines(comparison, measured):
             try:
-                fidelities.update(measure_fidelity(group, _reference_answers(comparison, measured, group)))
+                answers = _reference_answers(comparison, measured, group)
+                drafting = [label for label in group if measured.has_draft_model(label)]
+                fidelities.update(measure_fidelity(group, answers, drafting))
             except Exception as error:
                 trouble = error
     if shared.config.measure.memory:

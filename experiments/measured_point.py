@@ -168,8 +168,10 @@ def timed(seconds: dict[str, float], what: str) -> Iterator[None]:
 
 
 def _fidelity(point: PreparedPoint, measured: Measured) -> ArmFidelity | None:
+    name = point.arms.strategy.name
     answers = answers_of(measured.traces_of(point.arms.plain.name))
-    return measure_fidelity({"strategy": point}, answers).get("strategy")
+    drafting = [name] if measured.has_draft_model(name) else []
+    return measure_fidelity({name: point}, answers, drafting).get(name)
 
 
 def _compare(point: PreparedPoint, measured: Measured) -> list[Comparison]:

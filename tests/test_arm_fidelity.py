@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from toy_folders import repeating_prompts, save_model, save_prompts
 
-from experiments import compare_report, fidelity_report, measured_point, report
+from experiments import arm_fidelity, compare_report, fidelity_report, measured_point, report
 from experiments.arm_fidelity import (
     FLOOR_CHUNKS,
     ArmFidelity,
@@ -24,7 +25,7 @@ from experiments.config import compose_run
 from experiments.fidelity import Fidelity
 from experiments.measured_point import PointResult, measure_point
 from experiments.point import PreparedPoint, prepare
-from experiments.strategy import build_runner
+from experiments.strategy import Arm, build_drafter, build_runner
 from experiments.teacher_forcing import ForcedText
 from experiments.trace import answers_of
 from specdec.progress import Row
@@ -111,7 +112,11 @@ def answers_for(ready: PreparedPoint) -> dict[int, Sequence[int]]:
 
 
 def fidelity_of(ready: PreparedPoint) -> ArmFidelity:
-    return measure_fidelity({"one": ready}, answers_for(ready))["one"]
+    return measure_fidelity({"one": ready}, answers_for(ready), drafting(ready))["one"]
+
+
+def drafting(ready: PreparedPoint) -> list[str]:
+    return ["one"] if ready.config.strategy in ("specdec", "layer_skip") else []
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +155,7 @@ def test_an_arm_that_keeps_the_laws_and_has_no_draft_model_reads_nothing(
 ) -> None:
     ready = point(root, f"strategy={strategy}")
     monkeypatch.setattr(ModelRunner, "prefill", lambda *_: pytest.fail("something was read"))
-    assert measure_fidelity({"one": ready}, answers_for(ready)) == {}
+    assert measure_fidelity({"one": ready}, answers_for(ready), drafting(ready)) == {}
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 8])
@@ -218,7 +223,7 @@ def test_without_texts_or_a_corpus_the_other_is_left(root: Path) -> None:
     ready = point(
         root, "strategy=baseline", *rounding(root, "fidelity.text_tokens=0", "fidelity.corpus=none")
     )
-    assert measure_fidelity({"one": ready}, answers_for(ready)) == {}
+    assert measure_fidelity({"one": ready}, answers_for(ready), drafting(ready)) == {}
 
 
 # --- predicted acceptance
@@ -310,7 +315,7 @@ def test_a_run_reads_what_its_plain_arm_wrote(result: PointResult) -> None:
     assert found is not None
     answers = answers_of(result.traces_of(arms.plain))
     assert found.laws[""].num_positions == sum(map(len, answers.values())) == NEW_TOKENS * len(LENGTHS)
-    assert found == measure_fidelity({"x": result.point}, answers)["x"]
+    assert found == measure_fidelity({"x": result.point}, answers, ["x"])["x"]
     assert set(found.metrics) <= set(result.metrics)
     for name in ("kl_mean", "floor_kl_mean", "corpus_kl_mean", "corpus_floor_kl_mean", "flips_n"):
         assert f"quality/{name}" in result.metrics
@@ -346,6 +351,25 @@ def compared(root: Path, one_thread: None) -> ComparisonResult:
     rounded = " ".join(["baseline", *rounding(root)])
     candidates = [rounded, rounded.replace("baseline", "prompt_lookup"), "specdec drafter.weights=plain"]
     return measure_comparison(prepare_comparison("baseline", candidates, shared(root)))
+
+
+def test_no_drafter_is_built_where_none_has_a_model(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a run, and in a comparison in which another arm's has one."""
+    built = []
+
+    def noting(arm: Arm, *arguments: Any) -> Any:
+        built.append(arm.drafter.name)
+        return build_drafter(arm, *arguments)
+
+    monkeypatch.setattr(arm_fidelity, "build_drafter", noting)
+    found = measure_point(point(root, "strategy=prompt_lookup", *rounding(root)))
+    assert found.trouble is None
+    assert found.fidelity is not None
+    candidates = [" ".join(["suffix", *rounding(root)]), "prompt_lookup", "fallback drafter.weights=plain"]
+    compared = measure_comparison(prepare_comparison("baseline", candidates, shared(root)))
+    assert compared.trouble is None
+    assert set(compared.fidelities) == {candidates[0], candidates[2]}
+    assert built == ["fallback"]
 
 
 def test_each_arm_of_a_comparison_has_its_own(compared: ComparisonResult) -> None:
