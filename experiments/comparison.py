@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
@@ -17,6 +18,7 @@ from experiments.hardware import Remember, measure_anew
 from experiments.measured_point import timed
 from experiments.memory import MemoryProbeError, ProcessMemory, measure_memory
 from experiments.models import LoadedModels
+from experiments.plugins import WORD
 from experiments.point import PreparedPoint, prepare
 from experiments.statistics import Ratio, Speedups
 from experiments.strategy import Arm, again_of, build_parts
@@ -34,8 +36,6 @@ SHARED_SETTINGS = (
     "fidelity",
     "study",
 )
-# Whitespace within quotes does not part words; the quotes stay, for Hydra to read.
-_WORD = r"""(?:[^\s"']|"[^"]*"|'[^']*')+"""
 
 
 class ArmError(ValueError):
@@ -56,8 +56,8 @@ class ArmSpec:
     @staticmethod
     def parse(text: str) -> ArmSpec:
         """Raises ValueError for a text that does not begin with a preset's name, or a quote that is not closed."""
-        words = re.findall(_WORD, text)
-        if not words or "=" in words[0] or re.sub(_WORD, "", text).strip():
+        words = re.findall(WORD, text)
+        if not words or "=" in words[0] or re.sub(WORD, "", text).strip():
             raise ValueError(
                 f"arm {text!r}: expected a strategy preset, then overrides, "
                 "as in 'prompt_lookup draft_length.max=6'"
@@ -96,6 +96,17 @@ class PreparedComparison:
     def shared(self) -> PreparedPoint:
         """Any point, for what all have in common."""
         return self.points[self.baseline]
+
+    def with_kernels(self) -> PreparedComparison:
+        """The same comparison with what was left to the arms' weight formats chosen and named.
+
+        An arm whose weights don't fit is left as it is: it will fail, and the others go on. The threads should be set.
+        """
+        points = dict(self.points)
+        for label, point in self.points.items():
+            with suppress(ValueError):
+                points[label] = point.with_kernels()
+        return PreparedComparison(points)
 
     def arm(self, label: str) -> Arm:
         return dataclasses.replace(self.points[label].arms.strategy, name=label)
@@ -226,7 +237,7 @@ def prepare_comparison(
     Raises ValueError, an OmegaConf or a Hydra error for whatever can be known to be wrong before weights are loaded,
     an ArmError where it is one arm's; also for an arm that changes a setting which all arms share.
     """
-    loaded: LoadedModels = {}
+    loaded = LoadedModels()
     points: dict[str, PreparedPoint] = {}
     if any(override.startswith("strategy=") for override in shared_overrides):
         raise ValueError("strategy=... is what arms differ in: say it in baseline=... and candidates=...")

@@ -36,6 +36,7 @@ def run_comparison(
     """
     # For whatever is timed, the choice of kernels included.
     torch.set_num_threads(comparison.shared.config.threads or 1)
+    comparison = comparison.with_kernels()
     print_lines([*compare_report.plan_lines(comparison), *compare_report.weights_lines(comparison)])
     store = tracking.open_store()
     comparison_id = uuid.uuid4().hex[:8]

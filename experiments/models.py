@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +83,24 @@ class ModelSource:
             raise ValueError(f"{self.role}={self.name}: can't be loaded: {reason[:300]}") from error
 
 
-# By source, revision, dtype, device and weight format.
-LoadedModels = dict[str, PreTrainedModel]
+@dataclass(frozen=True)
+class LoadedModels:
+    """What pools may have in common: models, and what is known of them before they are loaded.
+
+    `models` by source, revision, dtype, device and weight format; `skeletons`, which have shapes only, by configuration
+    and dtype; `plans` of a skeleton by device, threads and weight format as well.
+    """
+
+    models: dict[str, PreTrainedModel] = field(default_factory=dict)
+    skeletons: dict[str, PreTrainedModel] = field(default_factory=dict)
+    plans: dict[str, WeightsPlan | None] = field(default_factory=dict)
 
 
 class ModelPool:
-    """The models of one run, each loaded once: arms that share a target share its weights.
+    """The models of one run, each loaded and planned once: arms that share a target share its weights.
 
-    Pools that are given the same `loaded` share models too. Raises ValueError when the draft model's tokens are not the
-    target's; the width of its logits may be another.
+    Pools that are given the same `loaded` share models and plans too. Raises ValueError when the draft model's tokens
+    are not the target's; the width of its logits may be another.
     """
 
     def __init__(
@@ -116,8 +126,7 @@ class ModelPool:
             self.draft_config = self._draft.config()
             self.configs[f"{self._draft.role}={self._draft.name}"] = self.draft_config
             self._check_vocabulary(self._draft)
-        self._loaded: LoadedModels = {} if loaded is None else loaded
-        self._skeletons: dict[str, PreTrainedModel] = {}
+        self._loaded = LoadedModels() if loaded is None else loaded
         # What converting weights took, repacking and compiling for a kernel included; loading them is not.
         self.conversion_s = 0.0
 
@@ -125,13 +134,13 @@ class ModelPool:
         """The target in a weight format (its options)."""
         return self._get(self._target, weights, "weights")
 
-    def draft(self, weights_name: str) -> PreTrainedModel:
-        """The draft model in a weight format (its name, or "" for `default_draft_weights`)."""
-        return self._drafting(self._draft or self._target, weights_name or self.default_draft_weights)
+    def draft(self, weights: str) -> PreTrainedModel:
+        """The draft model in a weight format (as written, or "" for `default_draft_weights`)."""
+        return self._drafting(self._draft or self._target, weights or self.default_draft_weights)
 
-    def target_copy(self, weights_name: str) -> PreTrainedModel:
-        """The target as a draft model, in a weight format (its name, or "" for the default of such copies)."""
-        return self._drafting(self._target, weights_name or SELF_DRAFT_WEIGHTS)
+    def target_copy(self, weights: str) -> PreTrainedModel:
+        """The target as a draft model, in a weight format (as written, or "" for the default of such copies)."""
+        return self._drafting(self._target, weights or SELF_DRAFT_WEIGHTS)
 
     @property
     def vocab_size(self) -> int:
@@ -146,10 +155,17 @@ class ModelPool:
         """
         return self._plan(self.target_config, weights, "weights")
 
-    def draft_plan(self, weights_name: str) -> WeightsPlan | None:
+    def draft_plan(self, weights: str) -> WeightsPlan | None:
         """The same of a draft model, or of the copy of the target that drafts."""
-        weights = plugins.default_options("weights", weights_name or self.default_draft_weights)
-        return self._plan(self.draft_config or self.target_config, weights, "drafter.weights")
+        return self._plan(*self._draft_setting(weights))
+
+    def resolved_target(self, weights: Any) -> Any:
+        """The format (its options) with every `auto` replaced by what its plan chose. Raises what the plan does."""
+        return self._resolved(self.target_config, weights, "weights")
+
+    def resolved_draft(self, weights: str) -> str:
+        """The same of a draft model's, as written."""
+        return plugins.as_written(self._resolved(*self._draft_setting(weights)))
 
     @property
     def default_draft_weights(self) -> str:
@@ -171,30 +187,56 @@ class ModelPool:
         """The same of a draft model."""
         return getattr(self.draft_config, "_commit_hash", None)
 
-    def _drafting(self, source: ModelSource, weights_name: str) -> PreTrainedModel:
-        return self._get(source, plugins.default_options("weights", weights_name), "drafter.weights")
+    def _drafting(self, source: ModelSource, weights: str) -> PreTrainedModel:
+        return self._get(source, plugins.written_options("weights", weights), "drafter.weights")
+
+    def _draft_setting(self, weights: str) -> tuple[Any, Any, str]:
+        """Of the model that drafts: its configuration, its format's options, and what sets that."""
+        options = plugins.written_options("weights", weights or self.default_draft_weights)
+        return self.draft_config or self.target_config, options, "drafter.weights"
 
     def _get(self, source: ModelSource, weights: Any, setting: str) -> PreTrainedModel:
         key = f"{source.name}@{source.revision} {self.dtype} {self.device} {weights}"
-        if key not in self._loaded:
+        models = self._loaded.models
+        if key not in models:
             model = source.model(self.dtype, self.device)
             start_s = time.perf_counter()
             try:
-                self._loaded[key] = weights.convert(model)
+                models[key] = weights.convert(model)
             except ValueError as error:
                 raise ValueError(f"{setting}={weights.name}: {error}") from error
             self.conversion_s += time.perf_counter() - start_s
-        return self._loaded[key]
+        return models[key]
 
     def _plan(self, config: Any, weights: Any, setting: str) -> WeightsPlan | None:
-        key = str(config)
-        if key not in self._skeletons:
+        plans, key = self._loaded.plans, self._plan_key(config, weights)
+        if key not in plans:
+            try:
+                plans[key] = weights.plan(self._skeleton(config), self.device, self.dtype)
+            except ValueError as error:
+                raise ValueError(f"{setting}={weights.name}: {error}") from error
+        return plans[key]
+
+    def _resolved(self, config: Any, weights: Any, setting: str) -> Any:
+        plan = self._plan(config, weights, setting)
+        if plan is None:
+            return weights
+        resolved = weights.resolved(plan)
+        # What was chosen has the very plan by which it was; that also says why.
+        self._loaded.plans[self._plan_key(config, resolved)] = plan
+        return resolved
+
+    def _plan_key(self, config: Any, weights: Any) -> str:
+        # Which kernel is the cheapest depends on the threads.
+        return f"{config} {self.dtype} {self.device} {torch.get_num_threads()} {weights}"
+
+    def _skeleton(self, config: Any) -> PreTrainedModel:
+        skeletons, key = self._loaded.skeletons, f"{config} {self.dtype}"
+        if key not in skeletons:
+            own = copy.deepcopy(config)  # it is written to, and what models are known by must not change
             with torch.device("meta"):
-                self._skeletons[key] = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
-        try:
-            return weights.plan(self._skeletons[key], self.device, self.dtype)
-        except ValueError as error:
-            raise ValueError(f"{setting}={weights.name}: {error}") from error
+                skeletons[key] = AutoModelForCausalLM.from_config(own, dtype=self.dtype)
+        return skeletons[key]
 
     def _check_vocabulary(self, draft: ModelSource) -> None:
         target_width, draft_width = self.target_config.vocab_size, self.draft_config.vocab_size

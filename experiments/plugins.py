@@ -11,15 +11,20 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import json
 import pkgutil
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
+import yaml
 from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 # Where each group's modules live.
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -36,6 +41,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
 METHODS = ("build", "load", "convert", "prepare")
 # Before the name of an external file's module, which may otherwise be that of any library.
 EXTERNAL_PREFIX = "twospeed_plugin_"
+# Of what is written as a name with settings. Whitespace within quotes does not part words; the quotes stay.
+WORD = r"""(?:[^\s"']|"[^"]*"|'[^']*')+"""
 _registry: dict[str, dict[str, type]] = {}
 
 
@@ -76,12 +83,48 @@ def default_options(group: str, name: str) -> Any:
 def check_choices(options: Any) -> None:
     """Check the fields that name a plug-in of another group, such as a drafter's `weights`; "" is a default.
 
-    Raises ValueError for an unknown name, listing the known ones.
+    Raises what `written_options` does.
     """
     for field in dataclasses.fields(options):
         chosen = getattr(options, field.name)
         if field.name in GROUPS and chosen != "":
-            _lookup(field.name, chosen)
+            written_options(field.name, chosen)
+
+
+def written_options(group: str, text: str) -> Any:
+    """A plug-in's options, as one writes them in a field: its name, then settings where wanted, `int4 group=64`.
+
+    Raises ValueError, in one line, for an unknown name, listing the known ones, and for a setting that is unknown, of
+    another type or out of range.
+    """
+    name, *settings = re.findall(rf"{WORD}|\S", text) or [text]
+    schema = _lookup(group, name)
+    try:
+        given = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.from_dotlist(settings))
+        return schema(**cast(dict[str, Any], OmegaConf.to_container(given)))
+    except (OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
+        known_settings = ", ".join(field.name for field in dataclasses.fields(schema) if field.name != "name")
+        reason = " ".join(str(error).split("\n")[0].split())
+        raise ValueError(f"{group} '{text}': {reason}; settings of {name}: {known_settings}") from error
+
+
+def as_written(options: Any) -> str:
+    """What `written_options` makes these options of: the name, then the settings that are not the default's."""
+    default = type(options)()
+    changed = {
+        field.name: getattr(options, field.name)
+        for field in dataclasses.fields(options)
+        if getattr(options, field.name) != getattr(default, field.name)
+    }
+    return " ".join([options.name, *(f"{name}={_as_yaml(value)}" for name, value in changed.items())])
+
+
+def _as_yaml(value: Any) -> str:
+    """In one word: bare where it is a name, else as JSON, which is YAML."""
+    is_bare = (
+        isinstance(value, str) and re.fullmatch(r"[A-Za-z]\w*", value) and yaml.safe_load(value) == value
+    )
+    return value if is_bare else json.dumps(value, separators=(",", ":"))
 
 
 def _lookup(group: str, name: str) -> type:

@@ -30,9 +30,9 @@ from specdec.types import Request
 class PreparedPoint:
     """A point that is ready to be measured; nothing heavy is loaded yet.
 
-    `config` has every `auto` resolved. `requests` are in the order of `prompts`, their ids are indices. All laws are
-    over the first `vocab_size` tokens. `corpus` is for a strategy that doesn't keep the reference's laws; empty for
-    others.
+    `config` has every `auto` resolved, but for those of weight formats, which `with_kernels` leaves none of. `requests`
+    are in the order of `prompts`, their ids are indices. All laws are over the first `vocab_size` tokens. `corpus` is
+    for a strategy that doesn't keep the reference's laws; empty for others.
     """
 
     config: RunConfig
@@ -99,11 +99,16 @@ class PreparedPoint:
         ]
         return list(dict.fromkeys(name for found in names for name in found))
 
-    def with_kernels_of(self, plan: WeightsPlan | None) -> PreparedPoint:
-        """The same point with the kernels of the target's weights named that a plan chose, as every `auto` is."""
-        if plan is None:
-            return self
-        config = replace(self.config, weights=self.config.weights.resolved(plan))
+    def with_kernels(self) -> PreparedPoint:
+        """The same point with what was left to its weight formats chosen and named, so that its hash says what runs.
+
+        The threads should be set, see `weight_plans`, which raises the same.
+        """
+        config, pool = self.config, self.pool
+        config = replace(config, weights=pool.resolved_target(config.weights))
+        if hasattr(config.drafter, "weights"):
+            weights = pool.resolved_draft(config.drafter.weights)
+            config = replace(config, drafter=replace(config.drafter, weights=weights))
         return replace(self, config=config, arms=arms_of(config))
 
     def entry(self, arm: Arm) -> Entry:

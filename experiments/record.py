@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from matplotlib.figure import Figure
 
-from experiments import environment, figures, other_tools, pass_kinds, weights_report
+from experiments import environment, figures, other_tools, pass_kinds, plugins, weights_report
 from experiments.bench import Measured
 from experiments.clocks import energy_j, read_clocks
 from experiments.measured_point import PointResult
@@ -199,7 +199,8 @@ def _draft_model(point: PreparedPoint) -> str:
     drafter = point.config.drafter
     if not hasattr(drafter, "weights"):
         return NONE
-    return f"{point.config.model.draft or point.config.model.target} {drafter.weights}"
+    weights = plugins.written_options("weights", drafter.weights)
+    return f"{point.config.model.draft or point.config.model.target} {weights.name}"
 
 
 def _outputs(point: PreparedPoint, traces: Sequence[Trace]) -> Iterator[dict[str, Any]]:

@@ -38,8 +38,8 @@ def run_point(config: RunConfig, sweep: Sweep) -> None:
     try:
         point = prepare(config)
         torch.set_num_threads(point.config.threads or 1)  # for what is timed, the choice of kernels included
+        point = point.with_kernels()
         plans = point.weight_plans(point.arms.strategy)
-        point = point.with_kernels_of(plans["target"])
     except (ValueError, BundledModelError) as error:
         raise BadInputError(str(error)) from error
     print_lines(report.plan_lines(point))

@@ -52,7 +52,7 @@ class Arm:
     def all_weights(self) -> list[Any]:
         """Formats of the weights, as options: the target's, then a draft model's where there is one."""
         draft = getattr(self.drafter, "weights", "")
-        return [self.weights, *([plugins.default_options("weights", draft)] if draft else [])]
+        return [self.weights, *([plugins.written_options("weights", draft)] if draft else [])]
 
     @property
     def longest_pass(self) -> int:

@@ -27,7 +27,7 @@ two_threads = pytest.mark.skipif(quota_cores() < 2, reason="needs two cores")
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModels:
     """Target and 4-bit draft, once for all points."""
-    return {}
+    return LoadedModels()
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,8 @@ from toy_folders import repeating_prompts, save_model, save_prompts
 
 from experiments import compare, comparison, comparison_run, overview, plugins, tracking
 from experiments.tracking import StoredRun
+from quant.plan import plan_weights
+from quant.weights import base as weights_base
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 LENGTHS = (3, 6, 5, 4, 7, 3)
@@ -195,6 +197,33 @@ def test_memory_and_ceilings_are_measured_unless_told_otherwise(
     assert arms["baseline"].metrics["memory/peak_mib"] == arms["baseline (2)"].metrics["memory/peak_mib"]
     (row,) = (line for line in place.artifact(report, "report.md").splitlines() if "peak memory" in line)
     assert "-" not in row
+
+
+def test_kernels_are_chosen_once_and_named_in_every_arm(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = []
+
+    def noting(model: Any, weights: Any, *setting: Any) -> Any:
+        if next(model.parameters()).is_meta:  # a conversion follows a plan of the real one
+            planned.append(weights)
+        return plan_weights(model, weights, *setting)
+
+    monkeypatch.setattr(weights_base, "plan_weights", noting)
+    int8, self_int8 = "baseline weights=int8", "self_int8 weights=int8"
+    assert compare.main(place.arguments(candidates(int8, self_int8, NF4), "study=kernels")) == 1
+    report, arms = place.runs("kernels")
+    kernel = arms[int8].params["weights.kernel"]
+    assert kernel in ("torch_int8pack", "onednn_u8s8")
+    assert arms[self_int8].params["weights.kernel"] == kernel
+    assert arms[self_int8].params["drafter.weights"] == f"int8 kernel={kernel}"
+    settings = yaml.safe_load(place.artifact(report, "config/arms.yaml"))
+    for label in (int8, self_int8):
+        assert yaml.safe_load(place.artifact(arms[label], "config/resolved.yaml")) == settings[label]
+        assert settings[label]["weights"]["kernel"] == kernel
+        assert arms[label].tags["equivalence"] in ("n/a", "exact")
+    assert arms[NF4].status == "FAILED"
+    assert [weights.name for weights in planned if weights.name != "bnb_nf4"] == ["int8"]
 
 
 # --- failures

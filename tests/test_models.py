@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,11 @@ from toy_models import VOCAB_SIZE
 
 from experiments import models, plugins
 from experiments.config import ModelConfig
-from experiments.models import ModelPool, ModelSource, resolve_device, resolve_dtype
+from experiments.models import LoadedModels, ModelPool, ModelSource, resolve_device, resolve_dtype
+from quant.footprint import bits_per_weight
+from quant.plan import WeightsPlan, plan_weights
+from quant.weights import base as weights_base
+from quant.weights.base import QuantizedWeights
 
 CPU = torch.device("cpu")
 
@@ -38,6 +43,23 @@ def pool_of(root: Path, draft: str | None = None, dtype: torch.dtype = torch.flo
 
 def options(name: str) -> Any:
     return plugins.default_options("weights", name)
+
+
+def plugins_with_plans() -> list[str]:
+    plugins.register_all()
+    return [name for name in plugins.known("weights") if isinstance(options(name), QuantizedWeights)]
+
+
+def noted_plans(patch: pytest.MonkeyPatch) -> list[Any]:
+    """The formats that are planned from now on, again and again where they are."""
+    found: list[Any] = []
+
+    def noting(model: Any, weights: Any, *setting: Any) -> WeightsPlan:
+        found.append(weights)
+        return plan_weights(model, weights, *setting)
+
+    patch.setattr(weights_base, "plan_weights", noting)
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -83,6 +105,61 @@ def test_a_format_that_cannot_hold_the_model_names_the_setting(root: Path) -> No
         ValueError, match="unknown weights 'int5'; known: bnb_int8, bnb_nf4, int4, int8, plain"
     ):
         pool.draft("int5")
+
+
+@pytest.mark.parametrize("name", plugins_with_plans())
+def test_what_a_format_chose_is_named_and_planned_once(
+    root: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For target and draft, and for pools that share their models."""
+    planned = noted_plans(monkeypatch)
+    loaded = LoadedModels()
+    config = ModelConfig(str(root / "target"))
+    pools = [ModelPool(config, torch.bfloat16, CPU, loaded) for _ in range(2)]
+    targets = [pool.resolved_target(options(name)) for pool in pools]
+    drafts = [pool.resolved_draft(name) for pool in pools]
+    assert targets[0] == targets[1] == plugins.written_options("weights", drafts[0])
+    assert drafts[0] == drafts[1]
+    assert "auto" not in dataclasses.asdict(targets[0]).values()
+    plans = [plan for pool in pools for plan in (pool.target_plan(targets[0]), pool.draft_plan(drafts[0]))]
+    assert all(plan is plans[0] for plan in plans)
+    assert plans[0] is pools[0].target_plan(options(name))
+    assert planned == [options(name)]
+
+
+def test_a_plan_is_of_one_model_dtype_and_number_of_threads(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned, loaded = noted_plans(monkeypatch), LoadedModels()
+    int8 = options("bnb_int8")
+    for target in ("target", "draft"):
+        config = ModelConfig(str(root / target))
+        for dtype in (torch.float32, torch.bfloat16):
+            plan = ModelPool(config, dtype, CPU, loaded).target_plan(int8)
+            assert plan is not None
+            assert plan.setting.dtype == dtype
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        ModelPool(config, dtype, CPU, loaded).target_plan(int8)
+    finally:
+        torch.set_num_threads(before)
+    # Both folders have one configuration, so they have one plan.
+    assert len(planned) == 3
+
+
+def test_a_format_without_a_plan_is_itself(root: Path) -> None:
+    pool = pool_of(root)
+    assert pool.resolved_target(options("plain")) == options("plain")
+    assert pool.resolved_draft("plain") == "plain"
+
+
+def test_a_draft_is_loaded_in_the_format_as_written(root: Path) -> None:
+    pool = pool_of(root, dtype=torch.bfloat16)
+    coarse, fine = (pool.draft(f"int4 kernel=torch_int4pack group={group}") for group in (128, 32))
+    assert bits_per_weight(coarse) != bits_per_weight(fine)
+    kept = pool.target_copy("int4 head=false")
+    assert type(kept.get_output_embeddings()) is torch.nn.Linear
 
 
 def test_configurations_are_known_before_weights_are_read(

@@ -164,6 +164,49 @@ def test_a_field_that_names_a_plugin_is_checked() -> None:
         plugins.check_choices(dataclasses.replace(drafter, weights="int5"))
 
 
+@pytest.mark.parametrize(
+    ("text", "changed"),
+    [
+        ("int4", {}),
+        ("int4 group=64 kernel=torch_int4pack", {"group": 64, "kernel": "torch_int4pack"}),
+        ("int4 head=false symmetric=true", {"head": False, "symmetric": True}),
+        ('int4 keep=["*.down_proj","a b"]', {"keep": ["*.down_proj", "a b"]}),
+        ("bnb_int8 threshold=1e-05", {"threshold": 1e-5}),
+    ],
+)
+def test_options_can_be_written_in_a_field_and_read_again(text: str, changed: dict[str, object]) -> None:
+    options = plugins.written_options("weights", text)
+    default = plugins.default_options("weights", text.split()[0])
+    assert options == dataclasses.replace(default, **changed)
+    again = plugins.as_written(options)
+    assert sorted(again.split()) == sorted(text.split())
+    assert plugins.written_options("weights", again) == options
+    drafter = plugins.default_options("drafter", "draft_model")
+    plugins.check_choices(dataclasses.replace(drafter, weights=text))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("int5 group=64", "unknown weights 'int5'; known: "),
+        ("group=64", "unknown weights 'group=64'; known: "),
+        ("int4 grup=64", "'grup' .*; settings of int4: head, keep, kernel, group, symmetric$"),
+        ("int4 group=7", "weights.group=7: expected one of 32, 64, 128"),
+        ("int4 group=much", "'much' .*Integer"),
+        ("int4 group", "group"),
+        ("int4 keep=[", "'int4 keep=\\['"),
+        ("int4 group=64'", "settings of int4"),
+        ("int4 name=int8", "choose a plug-in by its group"),
+    ],
+)
+def test_what_is_written_wrong_is_refused_in_one_line(text: str, words: str) -> None:
+    drafter = plugins.default_options("drafter", "draft_model")
+    with pytest.raises(ValueError, match=words) as caught:
+        plugins.check_choices(dataclasses.replace(drafter, weights=text))
+    assert "\n" not in str(caught.value)
+    assert text in str(caught.value) or text.split()[0] in str(caught.value)
+
+
 # --- from outside the tree
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from toy_folders import EOS_ID, repeating_prompts, save_model, save_prompts
 
-from experiments import measured_point
+from experiments import measured_point, plugins
 from experiments.bench import MIB, UnfitPartsError, Watcher
 from experiments.config import RunConfig, compose_run
 from experiments.hardware import GEMM_GFLOP_S, OVERHEAD_MS, READ_GB_S, Values
@@ -94,6 +94,25 @@ def test_every_auto_is_resolved(root: Path) -> None:
     assert config.threads is not None
     assert config.threads >= 1
     assert config.drafter.weights == "int4"
+
+
+def test_kernels_that_were_left_open_hash_as_those_that_run(root: Path) -> None:
+    """Of the target's weights, and of the draft's, which are an option of the drafter."""
+    open_ones = ("strategy=specdec", "weights=int8", "drafter.weights=int4", "dtype=bf16")
+    chosen = point(root, *open_ones).with_kernels()
+    weights, draft = chosen.config.weights, plugins.written_options("weights", chosen.config.drafter.weights)
+    assert {weights.kernel, draft.kernel} <= {"torch_int8pack", "onednn_u8s8", "torch_int4pack", "bnb_nf4"}
+    assert chosen.arms.strategy.all_weights == [weights, draft]
+    assert chosen.arms.twin.weights == weights
+    named = point(
+        root,
+        *open_ones,
+        f"weights.kernel={weights.kernel}",
+        f'drafter.weights="int4 kernel={draft.kernel}"',
+    )
+    assert named.config_hash == chosen.config_hash == chosen.with_kernels().config_hash
+    assert point(root, *open_ones).config_hash != chosen.config_hash
+    assert named.kernels(named.arms.strategy) == chosen.kernels(chosen.arms.strategy)
 
 
 def test_hashes_are_stable(root: Path) -> None:

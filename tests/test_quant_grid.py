@@ -66,6 +66,9 @@ def test_every_combination_is_a_row_of_one_table(root: Path, capsys: pytest.Capt
     }
     assert set(arms) == expected
     assert {one.tags["sweep_id"] for one in found} == {report.tags["sweep_id"]}
+    kernels = {one.params.get("weights.kernel") for one in found if one.tags.get("weights") == "int8"}
+    assert kernels <= {"torch_int8pack", "onednn_u8s8"}
+    assert len(kernels) == 1
     text = tracking.read_text(store, report.run_id, "report.md")
     assert f"| {' | '.join(overview.HEADING)} |" in text
     lines = {line.split(" | ")[0].lstrip("| "): line for line in text.splitlines() if line.startswith("| ")}

@@ -356,12 +356,17 @@ def test_a_plan_of_quantized_weights_is_printed_and_logged(
     assert 8 < found.metrics["memory/bits_per_weight"] < 32
 
 
-def test_the_kernel_that_was_chosen_is_in_the_configuration(place: Workplace) -> None:
-    assert run.main(place.arguments("strategy=int8")) == 0
+def test_the_kernels_that_were_chosen_are_in_the_configuration(place: Workplace) -> None:
+    assert run.main(place.arguments("strategy=specdec", "weights=int8", "drafter.weights=int8")) == 0
     found = place.newest()
     resolved = yaml.safe_load(place.artifact(found, "config/resolved.yaml"))
-    assert resolved["weights"]["kernel"] in ("torch_int8pack", "onednn_u8s8")
-    assert found.params["weights.kernel"] == resolved["weights"]["kernel"]
+    kernel = resolved["weights"]["kernel"]
+    assert kernel in ("torch_int8pack", "onednn_u8s8")
+    assert found.params["weights.kernel"] == kernel
+    assert found.params["drafter.weights"] == resolved["drafter"]["weights"] == f"int8 kernel={kernel}"
+    assert found.tags["draft"].endswith("target int8")
+    for role in ("target", "draft"):  # and by what
+        assert "kernels by their cost" in place.artifact(found, f"config/weights_{role}.md")
 
 
 def test_weights_whose_products_depend_on_batch_mates_claim_no_exactness(
