@@ -56,7 +56,7 @@ def quantize_centred(
     """Signed codes -2^(bits-1) .. 2^(bits-1) - 1, from each group's minimum to its maximum: error at most half a step.
 
     The offset is the value of code 0, in the middle: a small number for most weights, which keeps its precision in 16
-    bits. `symmetric`: the offset is 0, so a step is larger. `dtype`: as for `quantize_rows`.
+    bits; where it is large, the step is longer by what its rounding takes. `symmetric`: the offset is 0, so a step is larger. `dtype`: as for `quantize_rows`.
 
     Raises ValueError for a K that `group` does not divide.
     """
@@ -73,6 +73,10 @@ def quantize_centred(
     else:
         scales = _stored((high - low) / (2 * half - 1), dtype)
         offsets = (low + half * scales.float()).to(dtype)
+        # Far from 0 an offset may be rounded by more than half a step: steps then reach the end that it moved from.
+        below, above = offsets.float() - low, high - offsets.float()
+        needed = torch.maximum(below / (half + 0.5), above / (half - 0.5))
+        scales = torch.maximum(scales, (needed * (1 + torch.finfo(dtype).eps)).to(dtype))
     steps = (grouped - offsets.float().unsqueeze(-1)) / scales.float().unsqueeze(-1)
     codes = steps.round().clamp(-half, half - 1).to(torch.int8)
     return Quantized(codes.reshape(rows, columns), scales, offsets)
