@@ -18,6 +18,7 @@ from quant.kv.base import KVOptions
 from quant.kv.kv_int2 import KVInt2
 from quant.kv.kv_int4 import KVInt4
 from quant.kv.kv_int8 import KVInt8
+from quant.kv.per_token import PerTokenOptions
 from quant.kv.sealed_groups import SealedGroupsOptions, SealedGroupsStore
 from specdec.kv_cache import CacheShape, PassLayout
 from specdec.runner import ModelRunner
@@ -167,6 +168,33 @@ def test_q3_bytes_are_those_of_the_storages_scales_included(
     assert store.live_bytes([1, 0]) == store.live_bytes([0, 1]) == one_token
     more = store.live_bytes([320, 7]) - store.live_bytes([288, 7])
     assert more == 32 * store.bytes_per_token
+
+
+@pytest.mark.parametrize(
+    ("options", "head_dim", "by_hand"),
+    [
+        (PerTokenOptions(), 20, (20 + 2) + (20 + 2)),
+        (PerTokenOptions(4, 2, group=4), 12, (6 + 3 * 4) + (3 + 3 * 4)),
+        (PerTokenOptions(8, 4, group=40), 80, (80 + 2 * 2) + (40 + 2 * 4)),
+        (SealedGroupsOptions(8, 2, block=3, tail=5, group=4), 12, (12 + 12 * 2 / 3) + (3 + 3 * 4)),
+        (SealedGroupsOptions(2, 8, block=7, tail=6, sink=5), 20, (5 + 20 * 4 / 7) + (20 + 2)),
+        (SealedGroupsOptions(4, 4, block=1, tail=5, group=20), 80, (40 + 80 * 4) + (40 + 4 * 4)),
+    ],
+)
+def test_q3_bytes_where_heads_groups_and_blocks_are_odd(
+    options: KVOptions, head_dim: int, by_hand: float
+) -> None:
+    sizes = Sizes(head_dim=head_dim, capacity=67)
+    store = options.build(sizes.shape(torch.bfloat16))
+    heads = sizes.layers * sizes.heads
+    assert store.bytes_per_token == pytest.approx(heads * by_hand)
+    held, dense = sizes.slots * (67 + 1), 0  # one spare position per row
+    if isinstance(options, SealedGroupsOptions):
+        num_packed = (66 - options.sink - options.tail) // options.block * options.block
+        held, ring = sizes.slots * num_packed, options.tail + options.block - 1 + 5
+        dense = sizes.slots * (options.sink + ring + 1) * sizes.dense_token(torch.bfloat16)
+    assert storage_walk(store) == store.allocated_bytes()
+    assert store.allocated_bytes() == pytest.approx(held * heads * by_hand + dense)
 
 
 def test_q3_live_bytes_by_hand() -> None:

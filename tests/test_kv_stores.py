@@ -170,11 +170,12 @@ def assert_matches(
     starts: Sequence[int],
     counts: Sequence[int],
     window: int | None = None,
+    texts: Sequence[int] = (0, 1, 2),
 ) -> None:
     for layer, output in enumerate(outputs):
         for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
             for offset in range(count):
-                expected = oracle(case, row, layer, start + offset, window)
+                expected = oracle(case, texts[row], layer, start + offset, window)
                 torch.testing.assert_close(output[row, offset], expected, rtol=0, atol=TOLERANCE)
 
 
@@ -379,6 +380,19 @@ def test_a_moved_row_goes_on_as_if_it_had_stayed(case: StoreCase) -> None:
     for a, b in zip(outputs, reference, strict=True):
         assert torch.equal(a[0], b[2])
         assert torch.equal(a[1, :2], b[1, :2])
+
+
+@pytest.mark.parametrize("commit", [False, True])
+def test_a_moved_row_outlives_a_long_prompt_in_the_slot_that_it_left(case: StoreCase, commit: bool) -> None:
+    """Whatever room a store makes for the prompt, before the moved row has its next pass."""
+    cache = prefilled(case, [5, 9, 20])
+    if commit:
+        cache.commit()
+    cache.release(0)
+    cache.move(2, 0)
+    run_pass(cache, [CAPACITY], CAPACITY, [1], first_slot=2)
+    outputs = run_pass(cache, [3, 2], 3, texts=(2, 1))
+    assert_matches(outputs, case, [20, 9], [3, 2], texts=(2, 1))
 
 
 def test_a_slot_that_was_released_starts_anew(case: StoreCase) -> None:
