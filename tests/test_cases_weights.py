@@ -95,15 +95,17 @@ def test_q4_looking_rows_up_after_a_forward_gives_what_it_gave_before(label: str
 @pytest.mark.parametrize("label", FORMATS)
 @pytest.mark.parametrize("shape", [(48, 64), (192, 576), (33, 72)])
 def test_q5_a_row_alone_and_in_company(label: str, shape: tuple[int, int]) -> None:
-    """Every declaration is tried: bit for bit, 1 to 8 rows, one of the others with outliers."""
+    """Every declaration is tried: bit for bit, 1 row to those of 4 texts with 6 drafts, one of them with outliers."""
     layer = converted_layer(label, linear_of(*shape, bias=True))
     assert isinstance(layer, QuantizedLinear)
-    rows = activations(1, 8, shape[1])
+    rows = activations(1, 28, shape[1])
     rows[0, 7, 3] = 100.0
     with torch.no_grad():
-        alone = torch.cat([layer(rows[:, i : i + 1]) for i in range(8)], 1)
-        same = [torch.equal(layer(rows[:, :count]), alone[:, :count]) for count in range(1, 9)]
-        same += [torch.equal(layer(rows.view(8, 1, -1)), alone.view(8, 1, -1))]
+        alone = torch.cat([layer(rows[:, i : i + 1]) for i in range(28)], 1)
+        counts = (*range(1, 9), 15, 16, 17, 28)
+        same = [torch.equal(layer(rows[:, :count]), alone[:, :count]) for count in counts]
+        same += [torch.equal(layer(rows.view(4, 7, -1)), alone.view(4, 7, -1))]
+        same += [torch.equal(layer(rows.view(28, 1, -1)), alone.view(28, 1, -1))]
     assert layer.row_invariant is all(same)
 
 

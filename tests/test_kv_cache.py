@@ -185,6 +185,15 @@ def test_commit_tells_the_store_what_is_final() -> None:
     assert cache.store.commits == [[2, 5, 1]]
 
 
+def test_one_slot_is_final_and_the_others_are_not() -> None:
+    """As where a prompt was read while the tokens of another row are still to be judged."""
+    cache = cache_with([4, 5, 1])
+    cache.commit_slot(1)
+    assert isinstance(cache.store, RecordingStore)
+    assert cache.store.commits == [[0, 5, 0]]
+    assert cache.lengths == [4, 5, 1]
+
+
 def test_move_and_release() -> None:
     cache = cache_with([2, 5, 7])
     cache.release(0)
