@@ -63,9 +63,9 @@ def cache_with(lengths: Sequence[int]) -> KVCache:
     return cache
 
 
-def visible(layout: PassLayout) -> list[list[list[int]]]:
+def visible(layout: PassLayout, window: int | None = None) -> list[list[list[int]]]:
     """Per row and token, the cache positions the query sees."""
-    mask = layout.additive_mask(torch.float64, 1)
+    mask = layout.additive_mask(torch.float64, 1, window)
     assert mask.shape == (len(layout.starts), 1, layout.width, layout.extent)
     assert set(mask.unique().tolist()) <= {0.0, -torch.inf}
     return [[(query == 0).nonzero().flatten().tolist() for query in row[0]] for row in mask]
@@ -88,6 +88,14 @@ def test_a_ragged_pass() -> None:
     assert seen[2][:2] == [[0], [0, 1]]
     # a query of padding sees something, so no softmax is taken over nothing
     assert all(seen[row][token] for row in range(3) for token in range(3))
+
+
+def test_a_ragged_pass_with_a_window() -> None:
+    seen = visible(cache_with([2, 5, 0]).layout(0, [3, 1, 2], 3), window=3)
+    assert seen[0] == [[0, 1, 2], [1, 2, 3], [2, 3, 4]]
+    assert seen[1][0] == [3, 4, 5]
+    assert seen[2][:2] == [[0], [0, 1]]
+    assert all(seen[row][token] for row in range(3) for token in range(3))  # padding too
 
 
 def test_an_aligned_pass() -> None:
