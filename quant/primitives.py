@@ -56,7 +56,8 @@ def quantize_centred(
     """Signed codes -2^(bits-1) .. 2^(bits-1) - 1, from each group's minimum to its maximum: error at most half a step.
 
     The offset is the value of code 0, in the middle: a small number for most weights, which keeps its precision in 16
-    bits; where it is large, the step is longer by what its rounding takes. `symmetric`: the offset is 0, so a step is larger. `dtype`: as for `quantize_rows`.
+    bits. Where it is large, a step is longer by what its rounding takes. `symmetric`: the offset is 0, so a step is
+    larger. `dtype`: as for `quantize_rows`.
 
     Raises ValueError for a K that `group` does not divide.
     """
