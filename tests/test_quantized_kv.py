@@ -111,6 +111,7 @@ def test_a_buffer_reads_what_it_wrote(bits: int, dtype: torch.dtype) -> None:
     buffer = PackedBuffer((3, 5), (4, 8), -2, bits, dtype, CPU)
     values = torch.randn(5, 4, 8, dtype=torch.float64).to(dtype)
     buffer.write((1, slice(None)), values)
+    assert buffer._packed.scales.dtype == (torch.float16 if dtype == torch.float16 else torch.bfloat16)
     found = buffer.read((1, slice(None)))
     assert found.dtype == dtype
     assert torch.equal(found, buffer.as_read(values))
@@ -192,6 +193,21 @@ def test_a_long_prompt_is_dense_until_it_is_committed() -> None:
     assert store.allocated_bytes() > small
     cache.commit_slot(0)
     assert (store._ring, store._packed) == (6 + 4 - 1 + 4, [44, 0])
+    assert store.allocated_bytes() == small
+
+
+def test_a_text_that_left_takes_no_room() -> None:
+    store = KVInt4(block=4, tail=6).build(shape())
+    cache = KVCache(store)
+    small = store.allocated_bytes()
+    for slot in range(SLOTS):
+        run_pass(cache, [50], first_slot=slot)
+        cache.commit_slot(slot)
+    cache.release(0)
+    run_pass(cache, [3], first_slot=1)
+    assert store.allocated_bytes() == small
+    cache.move(1, 0)
+    run_pass(cache, [3])
     assert store.allocated_bytes() == small
 
 
