@@ -181,6 +181,13 @@ def test_passes_are_as_wide_as_asked_for_and_the_floors_are_not(
     assert {sum(found) for found in widths.values()} == {11 * len(LENGTHS)}
 
 
+def test_passes_of_one_shape_are_for_bits_not_for_laws(root: Path) -> None:
+    """Texts are read as wide as asked for, also where the run's own passes are narrower."""
+    parts = ("strategy=baseline", *rounding(root, "fidelity.chunk=8", "fidelity.corpus=none"))
+    of_one_shape = point(root, *parts, "exactness=bitwise", "exactness.pass_tokens=2")
+    assert fidelity_of(of_one_shape) == fidelity_of(point(root, *parts))
+
+
 # --- what shows
 
 
