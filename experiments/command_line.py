@@ -170,9 +170,14 @@ def _nested(node: DictConfig, key: str) -> list[str]:
     ]
 
 
+NO_LIST = "is not a ListConfig, list or tuple"
+
+
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     message = lines[0] if lines else type(error).__name__
+    if NO_LIST in message:
+        message = "expected a list, as in [first,second]"
     key = getattr(error, "full_key", None)
     return f"{key}: {message}" if key and key not in message else message
 

@@ -12,6 +12,7 @@ from experiments import fidelity_report, weights_report
 from experiments.bench import NOISY, UnfitPartsError
 from experiments.comparison import ComparisonResult, PreparedComparison
 from experiments.equivalence import DIVERGED, EXACT, NOT_APPLICABLE
+from experiments.load import ForeignLoad
 from experiments.measured_point import ratio_metrics
 from experiments.metrics import prediction
 from experiments.plots.intervals import IntervalRow, intervals
@@ -36,6 +37,7 @@ from experiments.report import (
     workload_line,
 )
 from experiments.statistics import FASTER, SLOWER, TOO_FEW, Ratio, excluded_units
+from quant.plan import WeightsPlan
 
 NAME_CHARACTERS = 180
 CATEGORY_CHARACTERS = 24  # in a metric's name, behind an arm's
@@ -57,18 +59,29 @@ def plan_lines(comparison: PreparedComparison) -> list[str]:
     ]
 
 
-def weights_lines(comparison: PreparedComparison) -> Iterator[str]:
-    """What will multiply by quantized weights, per arm that has any; the whole plans are logged with the arms."""
+def weights_lines(comparison: PreparedComparison, load: ForeignLoad) -> Iterator[str]:
+    """What will multiply by quantized weights, for the arms that have any; the whole plans are logged with the arms.
+
+    `load` is of while kernels were chosen.
+    """
+    lines: dict[str, list[str]] = {}
+    planned: list[WeightsPlan | None] = []
     for label, point in comparison.points.items():
         try:
             plans = point.weight_plans(point.arms.strategy)
         except ValueError as error:  # the arm will fail, and the others go on
             yield f"weights    {label}: {error}"
             continue
+        planned += plans.values()
         for role, plan in plans.items():
             if plan is not None:
                 kernels = ", ".join(plan.kernels)
-                yield f"weights    {label}, {role}: {kernels}; {weights_report.totals(plan)}"
+                lines.setdefault(f"{kernels}; {weights_report.totals(plan)}", []).append(f"{label}, {role}")
+    for line, labels in lines.items():
+        yield f"weights    {'; '.join(labels)}: {line}"
+    doubt = weights_report.doubt_line(load, planned)
+    if doubt:
+        yield doubt
 
 
 def setting_lines(comparison: PreparedComparison) -> list[str]:
@@ -161,15 +174,26 @@ def verdict_line(result: ComparisonResult, label: str) -> str:
     if label in result.measured.failures:
         return f"{label}: failed, no figures ({_reason(result.measured.failures[label])})"
     ratios, (equal, number) = result.speedups[label], result.same_texts(label)
-    grade, fidelity = result.equivalence(label), fidelity_report.clause(result.fidelities.get(label))
+    fidelity = fidelity_report.clause(result.fidelities.get(label))
     parts = [
         sentence(result.verdict(label), ratios.decode),
         f"total {ratio_text(ratios.total)}",
         f"{equal} of {number} texts as the baseline's",
-        *([] if grade == NOT_APPLICABLE else [f"{grade} against its twin"]),
+        *_against_twin(result, label),
         *([] if fidelity is None else [fidelity]),
     ]
     return f"{label}: {'; '.join(parts)}"
+
+
+def _against_twin(result: ComparisonResult, label: str) -> list[str]:
+    """The grade of a speculative arm; or that nobody could give one."""
+    grade = result.equivalence(label)
+    if grade != NOT_APPLICABLE:
+        return [f"{grade} against its twin"]
+    arm = result.comparison.points[label].arms.strategy
+    if arm.drafter is None:
+        return []
+    return ["not held against its twin, which is not among the arms"]
 
 
 def sentence(verdict: str, ratio: Ratio | None) -> str:

@@ -15,6 +15,8 @@ from experiments import compare_report, environment, figures, overview, record, 
 from experiments.bench import Watcher
 from experiments.ceilings_store import StoredCeilings
 from experiments.comparison import ComparisonResult, PreparedComparison, measure_comparison
+from experiments.console_table import ConsoleTable
+from experiments.load import LoadMeter
 from experiments.metrics import METRICS_VERSION
 from experiments.report import Rows
 from experiments.terminal import OUT, print_lines, progress
@@ -36,8 +38,12 @@ def run_comparison(
     """
     # For whatever is timed, the choice of kernels included.
     torch.set_num_threads(comparison.shared.config.threads or 1)
+    load = LoadMeter()
     comparison = comparison.with_kernels()
-    print_lines([*compare_report.plan_lines(comparison), *compare_report.weights_lines(comparison)])
+    planning_load = load.read()
+    print_lines(
+        [*compare_report.plan_lines(comparison), *compare_report.weights_lines(comparison, planning_load)]
+    )
     store = tracking.open_store()
     comparison_id = uuid.uuid4().hex[:8]
     config = comparison.shared.config
@@ -64,7 +70,7 @@ def run_comparison(
             )
             result = measure_comparison(comparison, watcher, ceilings)
         # Printed before it is logged: a store that fails now must not take the result with it.
-        OUT.print(report.console_table(console_rows(result)))
+        OUT.print(ConsoleTable(console_rows(result)))
         print_lines([*compare_report.verdict_lines(result), *compare_report.notes(result, MOST_TIES)])
         record.record_machine(machine, result.measured, ceilings.run_id, logged)
         _record(result, logged)

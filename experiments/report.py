@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from rich.markup import escape
-from rich.table import Table
-
 from experiments import fidelity_report, weights_report
 from experiments.bench import MIB, OK, Footprint, Measured
+from experiments.console_table import ConsoleTable
 from experiments.equivalence import EXACT, Comparison
+from experiments.load import ForeignLoad
 from experiments.measured_point import PointResult
 from experiments.memory import ProcessMemory
 from experiments.point import PreparedPoint
@@ -112,17 +111,21 @@ def variant(arm: Arm) -> str:
     return " / ".join(describe(part) for part in parts if part is not None)
 
 
-def weights_lines(plans: Mapping[str, WeightsPlan | None]) -> list[Table | str]:
-    """A table and a line for each model whose weights are not stored as they come."""
-    lines: list[Table | str] = []
+def weights_lines(plans: Mapping[str, WeightsPlan | None], load: ForeignLoad) -> list[ConsoleTable | str]:
+    """A table and a line for each model whose weights are not stored as they come.
+
+    `load` is of while kernels were chosen.
+    """
+    lines: list[ConsoleTable | str] = []
     for role, plan in plans.items():
         if plan is not None:
             lines += [
                 f"weights of the {role}",
-                console_table(weights_report.rows(plan)),
+                ConsoleTable(weights_report.rows(plan)),
                 weights_report.totals(plan),
             ]
-    return lines
+    doubt = weights_report.doubt_line(load, plans.values())
+    return [*lines, *([doubt] if doubt else [])]
 
 
 Rows = list[list[str]]
@@ -153,21 +156,6 @@ def arm_rows(measured: Measured, arms: Sequence[str]) -> Rows:
             [heading, *(form(found[name]) if name in found else MISSING for found in metrics.values())]
         )
     return rows
-
-
-def console_table(rows: Rows) -> Table:
-    """Rows as a table for a terminal; the first row is the heading."""
-    table = Table()
-    heading, *body = rows
-    for index, cell in enumerate(heading):
-        # Only the first column may be broken: it is words.
-        is_first = index == 0
-        table.add_column(
-            escape(cell), justify="left" if is_first else "right", no_wrap=not is_first, overflow="fold"
-        )
-    for row in body:
-        table.add_row(*map(escape, row))
-    return table
 
 
 def markdown_table(rows: Rows) -> str:
@@ -290,7 +278,11 @@ def _predicted(metrics: Mapping[str, float]) -> str:
     predicted, least = metrics.get("spec/predicted_speedup"), metrics.get("spec/break_even_acceptance")
     if predicted is None:
         return ""
-    pays = "never pays at these costs" if least is None else f"pays from an acceptance of {least:.2f} on"
+    pays = (
+        "never pays at these costs"
+        if least is None
+        else f"pays where {least:.2f} of the judged draft tokens stand"
+    )
     return f"; predicted speed-up: {predicted:.2f}x, {pays}"
 
 

@@ -14,6 +14,8 @@ from experiments.bundled_model import BundledModelError
 from experiments.ceilings_store import StoredCeilings
 from experiments.command_line import BAD_INPUT, FAILURE_STATUS, BadInputError, Sweep, explain_arm
 from experiments.config import RunConfig, given_overrides
+from experiments.console_table import ConsoleTable
+from experiments.load import LoadMeter
 from experiments.measured_point import measure_point
 from experiments.point import prepare
 from experiments.terminal import OUT, print_lines, progress
@@ -38,12 +40,14 @@ def run_point(config: RunConfig, sweep: Sweep) -> None:
     try:
         point = prepare(config)
         torch.set_num_threads(point.config.threads or 1)  # for what is timed, the choice of kernels included
+        load = LoadMeter()
         point = point.with_kernels()
         plans = point.weight_plans(point.arms.strategy)
+        planning_load = load.read()
     except (ValueError, BundledModelError) as error:
         raise BadInputError(str(error)) from error
     print_lines(report.plan_lines(point))
-    for part in report.weights_lines(plans):
+    for part in report.weights_lines(plans, planning_load):
         OUT.print(part, markup=False)
     OUT.print(f"loads, warms up, then measures {point.num_block_runs} blocks of prompts in turn")
     sweep.studies.add(config.study)
@@ -64,7 +68,7 @@ def run_point(config: RunConfig, sweep: Sweep) -> None:
                 )
                 result = measure_point(point, watcher, ceilings)
             # Printed before it is logged: a store that fails now must not take the result with it.
-            OUT.print(report.console_table(report.point_rows(result)))
+            OUT.print(ConsoleTable(report.point_rows(result)))
             print_lines(report.notes(result))
             record.record_machine(before, result.measured, ceilings.run_id, logged)
             record.record_result(result, logged)

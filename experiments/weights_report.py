@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from experiments.load import ForeignLoad
 from quant.kernels.choice import seconds_spent
 from quant.plan import PlanRow, WeightsPlan
 
@@ -35,10 +36,20 @@ def totals(plan: WeightsPlan) -> str:
 
 
 INVARIANCE: Mapping[bool | None, str] = {
-    True: "a product's rows don't depend on each other",
+    True: "a token's product doesn't depend on what else is in its pass",
     False: "a token's product depends on what else is in its pass",
     None: "whether a token's product depends on what else is in its pass is not known",
 }
+
+
+def doubt_line(load: ForeignLoad, plans: Iterable[WeightsPlan | None]) -> str:
+    """Of kernels that were timed while something else kept the machine busy; empty where nothing is in doubt."""
+    if not load.is_noisy or not any(plan is not None and plan.choice for plan in plans):
+        return ""
+    return (
+        f"other processes kept {load.cores:.1f} cores busy while kernels were timed: a quiet machine may choose "
+        "others, which round otherwise (weights.kernel=... names one)"
+    )
 
 
 def exactness_line(plans: Mapping[str, WeightsPlan | None]) -> str:

@@ -317,6 +317,7 @@ def test_a_real_sweep_keeps_what_was_measured(
         (["workload=jsonl", "workload.path=a=b"], "quotes of its own"),
         (["threads=4096"], "expected at most"),
         (["study="], "study=''"),
+        (["weights=int8", "weights.keep=lm_head"], "weights.keep: expected a list, as in [first,second]"),
     ],
 )
 def test_common_mistakes_are_told_the_way_out(

@@ -614,11 +614,11 @@ def test_the_plan_says_model_dtype_and_the_second_baseline(prepared: Prepare, ro
 def test_arms_keep_their_names_on_a_narrow_terminal(result: ComparisonResult, columns: int) -> None:
     from rich.console import Console
 
-    from experiments.report import console_table
+    from experiments.console_table import ConsoleTable
 
     console = Console(width=columns, highlight=False, soft_wrap=True, color_system=None)
     with console.capture() as capture:
-        console.print(console_table(compare_report.console_rows(result)))
+        console.print(ConsoleTable(compare_report.console_rows(result)))
     shown = capture.get()
     assert "prompt_lookup" in shown
     assert "specdec" in shown

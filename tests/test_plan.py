@@ -13,6 +13,7 @@ from toy_weights import FORMATS, bf16_model, linear_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from experiments import weights_report
+from experiments.load import ForeignLoad
 from quant.footprint import quantized_share, stored_bytes
 from quant.kernels.base import QuantizedLinear
 from quant.plan import LinearSite, PlanRow, Setting, Storage, WeightsPlan, linear_sites
@@ -82,6 +83,15 @@ def test_padding_is_said() -> None:
     assert (row.storage.kernel, row.reason) == ("quanto: torch int4pack", "padded to 576 x 640")
 
 
+@pytest.mark.parametrize("label", ["int4", "bnb_nf4"])
+def test_products_in_another_dtype_than_the_models_are_said(label: str) -> None:
+    found = {
+        dtype: [row.reason for row in FORMATS[label].weights.plan(linear_of(576, 576), CPU, dtype).rows]
+        for dtype in (torch.bfloat16, torch.float32)
+    }
+    assert found == {torch.bfloat16: [""], torch.float32: ["products in bfloat16"]}
+
+
 def test_which_kernel_quanto_executes_is_said_for_other_dtypes_too() -> None:
     (row,) = FORMATS["quanto_int8"].weights.plan(linear_of(576, 576), CPU, torch.float32).rows
     assert row.storage is not None
@@ -142,7 +152,7 @@ def test_totals_by_hand() -> None:
     assert [row.bits_per_weight for row in plan.rows] == [5, 5, 5, 16]
     assert weights_report.totals(plan) == (
         "48.0 % of 200 parameters quantized, 10.72 bits a weight with scales; "
-        "a product's rows don't depend on each other"
+        "a token's product doesn't depend on what else is in its pass"
     )
 
 
@@ -169,6 +179,14 @@ def test_one_layer_that_depends_on_batch_mates_makes_the_model_so(
     if line:
         assert "no exactness is claimed" in line
     assert weights_report.exactness_line({"target": None}) == ""
+
+
+def test_a_choice_beside_a_busy_process_is_doubted() -> None:
+    chosen, given = (replace(plan_of(True), choice=choice) for choice in ("at 1/5 tokens a 1/2", ""))
+    quiet, busy = ForeignLoad(0.1), ForeignLoad(1.7)
+    assert weights_report.doubt_line(quiet, [chosen]) == ""
+    assert weights_report.doubt_line(busy, [None, given]) == ""
+    assert "1.7 cores busy while kernels were timed" in weights_report.doubt_line(busy, [None, chosen])
 
 
 def test_first_use_is_told_where_it_took_time(monkeypatch: pytest.MonkeyPatch) -> None:

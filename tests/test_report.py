@@ -13,6 +13,7 @@ from toy_traces import timeline
 from experiments import record, report, sweep_report
 from experiments.bench import Measured
 from experiments.config import compose_run
+from experiments.console_table import ConsoleTable
 from experiments.equivalence import DIVERGED, EXACT, NEAR_TIE, Comparison
 from experiments.hardware import GEMM_GFLOP_S, OVERHEAD_MS, READ_GB_S, Values
 from experiments.load import ForeignLoad
@@ -154,11 +155,36 @@ def test_rows_are_markdown_with_a_rule_below_the_heading() -> None:
 def test_the_console_shows_the_same_table(result: PointResult) -> None:
     console = Console(width=200, color_system=None)
     with console.capture() as captured:
-        console.print(report.console_table(report.point_rows(result)))
+        console.print(ConsoleTable(report.point_rows(result)))
     shown = captured.get()
     for row in report.point_rows(result):
         (line,) = (line for line in shown.splitlines() if row[0] in line)
         assert [cell.strip() for cell in line.strip("│┃").replace("┃", "│").split("│")] == row
+
+
+def test_a_wide_table_keeps_its_names_and_figures_and_breaks_its_headings() -> None:
+    heading = ["arm", *("a heading of several words" for _ in range(8))]
+    rows = [heading, *([f"baseline kv=kv_int{bits}", *("1,234.5" for _ in range(8))] for bits in (8, 4))]
+    console = Console(width=120, color_system=None)
+    with console.capture() as captured:
+        console.print(ConsoleTable(rows))
+    lines = captured.get().splitlines()
+    assert max(map(len, lines)) <= 120
+    for name, *figures in rows[1:]:
+        (line,) = (line for line in lines if name in line)
+        assert line.count("1,234.5") == len(figures)
+
+
+def test_columns_that_find_no_room_stand_below_with_the_names() -> None:
+    rows = [["arm", *"abcdefgh"], ["baseline kv=kv_int8", *(f"{number},000,000" for number in range(8))]]
+    console = Console(width=60, color_system=None)
+    with console.capture() as captured:
+        console.print(ConsoleTable(rows))
+    lines = captured.get().splitlines()
+    assert max(map(len, lines)) <= 60
+    found = [line for line in lines if "kv_int8" in line]
+    assert len(found) == 3
+    assert [cell for cell in rows[1][1:] if not any(cell in line for line in found)] == []
 
 
 def test_a_failed_arm_has_a_column_without_figures(result: PointResult) -> None:
@@ -275,7 +301,11 @@ def test_the_step_note_adds_up(result: PointResult) -> None:
     assert f"= {total:.1f} ms for {metrics['spec/tokens_per_pass']:.2f} tokens" in line
     predicted = f"{metrics['spec/predicted_speedup']:.2f}x"
     least = metrics.get("spec/break_even_acceptance")
-    pays = "never pays at these costs" if least is None else f"pays from an acceptance of {least:.2f} on"
+    pays = (
+        "never pays at these costs"
+        if least is None
+        else f"pays where {least:.2f} of the judged draft tokens stand"
+    )
     assert line.endswith(f"; predicted speed-up: {predicted}, {pays}")
 
 

@@ -82,6 +82,16 @@ def padding_note(shape: tuple[int, int], outputs_multiple: int, inputs_multiple:
     return "" if found == shape else f"padded to {found[0]} x {found[1]}"
 
 
+def narrowed_note(dtype: torch.dtype) -> str:
+    """What a plan says of a kernel that takes bfloat16 activations only; empty where they are bfloat16."""
+    return "" if dtype is torch.bfloat16 else "products in bfloat16"
+
+
+def notes(*parts: str) -> str:
+    """What a plan says of a layer, as far as there is something to say."""
+    return "; ".join(part for part in parts if part)
+
+
 def flat_rows(inputs: Tensor, width: int, padded_width: int) -> Tensor:
     """Activations `[M, padded_width]`, row after row in memory, as the kernels want them."""
     if padded_width == width and inputs.is_contiguous():  # most calls, and there are hundreds in a pass

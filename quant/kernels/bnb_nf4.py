@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from quant._bitsandbytes import bitsandbytes
 from quant.kernels import nf4
-from quant.kernels.base import QuantizedLinear, padding_note
+from quant.kernels.base import QuantizedLinear, narrowed_note, notes, padding_note
 from quant.kernels.nf4 import BLOCK, Nf4Linear
 from quant.plan import LinearSite, Setting, Storage, warn_once
 
@@ -67,7 +67,8 @@ def nf4_storage(site: LinearSite, setting: Setting) -> Storage:
         raise ValueError(f"bitsandbytes has no products of {name} activations; use dtype=bf16")
     if setting.device.type == "cpu" and nf4.is_native():
         stored = Nf4Linear.stored_bytes(*site.shape, keeps_rows=keeps_rows)
-        note = padding_note(site.shape, nf4.OUTPUTS_MULTIPLE, BLOCK)
+        padding = padding_note(site.shape, nf4.OUTPUTS_MULTIPLE, BLOCK)
+        note = notes(padding, narrowed_note(setting.dtype))
         return Storage(Nf4Linear.kernel, stored, Nf4Linear.row_invariant, note)
     if keeps_rows and site.inputs % BLOCK:
         raise ValueError(f"its rows are no multiple of {BLOCK} long; use weights.head=false")

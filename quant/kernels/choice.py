@@ -48,7 +48,7 @@ class Choice:
         costs = [f"{name} {'/'.join(f'{cost:.0f}' for cost in us)}" for name, us in self.costs_us.items()]
         out = [f"{name} out: {reason}" for name, reason in self.unfit.items()]
         rows = "/".join(map(str, PASS_ROWS))
-        return "; ".join([*([f"at {rows} rows {', '.join(costs)}"] if costs else []), *out])
+        return "; ".join([*([f"at {rows} tokens {', '.join(costs)}"] if costs else []), *out])
 
 
 _chosen: dict[object, Choice] = {}

@@ -13,7 +13,7 @@ from typing import Self
 from torch import Tensor, nn
 
 from quant.kernels import nf4
-from quant.kernels.base import QuantizedLinear, padded_weight, padding_note
+from quant.kernels.base import QuantizedLinear, narrowed_note, notes, padded_weight, padding_note
 from quant.kernels.bnb_nf4 import nf4_layer, nf4_storage
 from quant.kernels.choice import Candidate, Choice, choose
 from quant.kernels.int4pack import BITS, GROUPS, Int4PackLinear, outputs_multiple
@@ -57,7 +57,8 @@ class Int4Weights(QuantizedWeights):
         keeps_rows = bool(site.embedding)
         group = self.group or DEFAULT_GROUP
         stored = Int4PackLinear.stored_bytes(*site.shape, group, keeps_rows=keeps_rows)
-        note = padding_note(site.shape, outputs_multiple(keeps_rows), group)
+        padding = padding_note(site.shape, outputs_multiple(keeps_rows), group)
+        note = notes(padding, narrowed_note(setting.dtype))
         return Storage(Int4PackLinear.kernel, stored, Int4PackLinear.row_invariant, note)
 
     def layer(self, linear: nn.Linear, site: LinearSite, setting: Setting) -> QuantizedLinear:
