@@ -340,7 +340,7 @@ def test_the_cheapest_kernel_is_chosen_once_and_the_others_are_named(monkeypatch
     found = choose(candidates, (64, 64), torch.bfloat16)
     assert (found.name, set(found.costs_us), set(found.unfit)) == ("fast", {"slow", "fast"}, {"broken"})
     assert choose(candidates, (64, 64), torch.bfloat16) is found
-    assert str(found).startswith("at 1/5 rows slow ")
+    assert str(found).startswith("at 1/5 tokens slow ")
     assert str(found).endswith("broken out: RuntimeError: no such operator")
     assert choice.seconds_spent() == found.seconds > 0
     alone = choose(candidates[2:0:-1], (64, 64), torch.bfloat16)
