@@ -11,6 +11,8 @@ from transformers.pytorch_utils import Conv1D
 
 from quant.kernels.base import QuantizedLinear
 
+_LINEAR_KINDS = (nn.Linear, Conv1D, QuantizedLinear)  # Conv1D is GPT-2's
+
 
 def stored_bytes(model: nn.Module) -> int:
     """Bytes of all weights and buffers with their scales; each storage counts once (a tied head is one)."""
@@ -63,6 +65,16 @@ def multiplied_parameters(model: PreTrainedModel) -> tuple[int, int]:
     head = model.get_output_embeddings()
     body = sum(_weights(module) for module in _outer_modules(model) if module is not head)
     return body, _weights(head)
+
+
+def linear_layers(model: nn.Module) -> list[nn.Module]:
+    """All linear layers, of whatever kind; none of the libraries' own inside a quantized one."""
+    return [module for module in _outer_modules(model) if isinstance(module, _LINEAR_KINDS)]
+
+
+def layer_read_bytes(layer: nn.Module) -> int:
+    """Bytes that a product with a linear layer reads of it, however few rows it multiplies."""
+    return stored_bytes(layer) - (layer.num_lookup_bytes if isinstance(layer, QuantizedLinear) else 0)
 
 
 def quantized_share(model: nn.Module) -> float:

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 from quant.footprint import (
     bits_per_weight,
     embedding_row_bytes,
+    layer_read_bytes,
+    linear_layers,
     multiplied_parameters,
     num_parameters,
     quantized_share,
@@ -193,3 +195,19 @@ def test_the_layers_that_gpt2_calls_conv1d_are_multiplied_too() -> None:
         LAYERS * (3 + 1 + 4 + 4) * HIDDEN * HIDDEN
     )  # query, key and value; output; up and down, 4 times as wide
     assert multiplied_parameters(model) == (body, VOCAB_SIZE * HIDDEN)
+
+
+@pytest.mark.parametrize("label", FORMATS)
+def test_linear_layers_of_a_converted_model_are_as_many_as_before(label: str) -> None:
+    model = tiny_model(hidden_size=64, intermediate_size=128, vocab_size=64, dtype=torch.bfloat16)
+    before = len(linear_layers(model))
+    assert before == 7 * LAYERS + 1
+    assert len(linear_layers(FORMATS[label].weights.convert(model))) == before
+
+
+def test_a_head_that_looks_rows_up_reads_less_than_it_stores() -> None:
+    head = tiny_model(hidden_size=64, vocab_size=64, tie_word_embeddings=True, dtype=torch.bfloat16)
+    before = layer_read_bytes(head.get_output_embeddings())
+    assert before == 2 * 64 * 64
+    layer: Any = FORMATS["int4"].weights.convert(head).get_output_embeddings()
+    assert layer_read_bytes(layer) == stored_bytes(layer) - layer.num_lookup_bytes < stored_bytes(layer)
