@@ -9,10 +9,14 @@ take the time. Nothing is fitted. A pass is run once to note what it calls; then
    What is left is norms, rotations, residuals, activations, writing to the cache, and the interpreter.
 
 Before each of them the caches are emptied by reading a buffer that is larger: a pass finds its weights in memory,
-since the rest of the model went through the caches since it read them last. What it multiplies was written a moment
-ago, and so it is here. The three parts overlap nowhere and leave nothing out: a layer's `forward` alone is in 1, the
-call of it in 3. `Hardware.overhead_ms` would not do for 3, since its tiny linear layers and attention take time too,
-and its norms are narrow.
+since the rest of the model went through the caches since it read them last. Once for all layers of a kind, and with a
+call of something else behind it: emptied caches lack the interpreter and the kernel's code as well, which a pass has at
+hand from one layer to the next (bringing them back takes longer than most products of a small model). What a pass
+multiplies was written a moment ago, and so it is here.
+
+The three parts overlap nowhere and leave nothing out: a layer's `forward` alone is in 1, the call of it in 3.
+`Hardware.overhead_ms` would not do for 3, since its tiny linear layers and attention take time too, and its norms are
+narrow. What the sum can't know is how the parts disturb each other's caches: a pass tends to take a little more.
 
 On a GPU the overhead is that of the host, which runs ahead of the kernels where they are long: there the total is
 too much, and a pass takes between `kernels_ms` and `total_ms`.
@@ -26,7 +30,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
-from statistics import median
+from statistics import mean, median
 
 import torch
 from torch import Tensor, nn
@@ -133,8 +137,8 @@ def kernel_times(
     began_s = clock()
     while len(overhead_ms) < ROUNDS and (not overhead_ms or clock() - began_s < BUDGET_S):
         for product, found in zip(notes.products, linear_ms, strict=True):
-            found += timer.each_ms(product.calls())
-        attention_ms.append(sum(timer.each_ms(notes.attention_calls(runner))))
+            found.append(mean(timer.each_ms(product.calls(), notes.other_than(product))))
+        attention_ms.append(sum(timer.each_ms(notes.attention_calls(runner), notes.last_attention(runner))))
         with _hollow(runner, notes):
             overhead_ms += timer.each_ms([one_pass])
     attention = KernelTime(
@@ -227,6 +231,16 @@ class _Notes:
             query, output = first.query, first.output
         self.attends.append(_Attend(layer, query, rule, output))
 
+    def other_than(self, product: _Product) -> Callable[[], object]:
+        """A call of another kind, if there is one: of the same class rather than not."""
+        others = [other for other in self.products if other is not product]
+        alike = [other for other in others if type(other.layers[0]) is type(product.layers[0])]
+        return next(iter((alike or others or [product])[0].calls()))
+
+    def last_attention(self, runner: ModelRunner) -> Callable[[], object]:
+        """Of the last layer, in a pass of its own."""
+        return list(self.attention_calls(runner))[-1]
+
     def attention_calls(self, runner: ModelRunner) -> Iterator[Callable[[], object]]:
         """All layers', in a pass of their own: what the first makes for all (a mask) is made anew.
 
@@ -250,9 +264,13 @@ class _Timer:
         self._clock = clock
         self._buffer = torch.zeros(CACHES_IN_BUFFER * _cache_bytes(device) // 4, device=device)
 
-    def each_ms(self, calls: Iterable[Callable[[], object]]) -> list[float]:
-        """What comes between two calls (making the next) is not timed, but finds the caches as it leaves them."""
+    def each_ms(
+        self, calls: Iterable[Callable[[], object]], first: Callable[[], object] | None = None
+    ) -> list[float]:
+        """Behind a call of `first`, which is not timed. Nor is what comes between two calls: making the next."""
         self._buffer.sum()
+        if first is not None:
+            first()
         return self._on_gpu_ms(calls) if self._device.type == "cuda" else self._on_cpu_ms(calls)
 
     def _on_cpu_ms(self, calls: Iterable[Callable[[], object]]) -> list[float]:
