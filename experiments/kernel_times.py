@@ -25,21 +25,15 @@ too much, and a pass takes between `kernels_ms` and `total_ms`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import cycle
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from statistics import mean, median
 
 import torch
-from torch import Tensor, nn
 
 from experiments.clocks import cache_bytes
+from experiments.pass_notes import hollow, note_pass
 from experiments.roofline import GIGA
-from quant.footprint import layer_read_bytes, linear_layers
-from specdec.attention import AttentionRule
-from specdec.kv_cache import PassLayout
 from specdec.runner import ModelRunner
 
 ROUNDS = 7
@@ -98,6 +92,7 @@ class KernelTimes:
         return self.kernels_ms + self.overhead_ms
 
 
+@torch.no_grad()
 def kernel_times(
     runner: ModelRunner,
     rows: int,
@@ -129,7 +124,7 @@ def kernel_times(
             runner.verify(token_ids, [tokens] * rows)
         runner.commit([context] * rows)
 
-    notes = _noted(runner, one_pass)
+    notes = note_pass(runner, one_pass)
     timer = _Timer(runner.device, clock)
     linear_ms: list[list[float]] = [[] for _ in notes.products]
     attention_ms: list[float] = []
@@ -139,16 +134,20 @@ def kernel_times(
         for product, found in zip(notes.products, linear_ms, strict=True):
             found.append(mean(timer.each_ms(product.calls(), notes.other_than(product))))
         attention_ms.append(sum(timer.each_ms(notes.attention_calls(runner), notes.last_attention(runner))))
-        with _hollow(runner, notes):
+        with hollow(runner, notes):
             overhead_ms += timer.each_ms([one_pass])
+    linears = [
+        KernelTime(product.name, product.positions, len(product.layers), median(found), product.read_bytes)
+        for product, found in zip(notes.products, linear_ms, strict=True)
+    ]
+    store, num_attends = runner.cache.store, len(notes.attends)
     attention = KernelTime(
         ATTENTION,
-        positions=rows * tokens,
-        count=len(notes.attends),
-        ms_each=median(attention_ms) / len(notes.attends),
-        read_bytes=runner.cache.store.live_bytes([context + tokens] * rows) / runner.cache.num_layers,
+        notes.attended_positions,
+        num_attends,
+        median(attention_ms) / num_attends,
+        store.live_bytes([context + tokens] * rows) / store.shape.num_layers,
     )
-    linears = [product.time(median(found)) for product, found in zip(notes.products, linear_ms, strict=True)]
     return KernelTimes(tuple(linears), attention, median(overhead_ms))
 
 
@@ -171,89 +170,6 @@ def rows_of(times: KernelTimes) -> list[list[str]]:
         ["overhead", "", "", "", f"{times.overhead_ms:.2f}", ""],
         ["in all", "", "", "", f"{times.total_ms:.2f}", ""],
     ]
-
-
-@dataclass
-class _Product:
-    """Linear layers of one kind that a pass calls with as many positions, and what one of them got and gave."""
-
-    name: str
-    inputs: Tensor
-    output: Tensor
-    layers: list[nn.Module] = field(default_factory=list)
-
-    def calls(self) -> Iterator[Callable[[], object]]:
-        for layer in self.layers:
-            yield partial(layer.forward, self.inputs.clone())
-
-    def time(self, ms_each: float) -> KernelTime:
-        positions = self.inputs.shape[:-1].numel()
-        read_bytes = sum(map(layer_read_bytes, self.layers)) / len(self.layers)
-        return KernelTime(self.name, positions, len(self.layers), ms_each, read_bytes)
-
-
-@dataclass
-class _Attend:
-    """A layer's attention, and what it gave."""
-
-    layer: int
-    query: Tensor
-    rule: AttentionRule
-    output: Tensor
-
-
-@dataclass
-class _Notes:
-    """What one pass called, in order. Of many tensors of one shape, which differ in their numbers, one is kept."""
-
-    kinds: dict[tuple[object, ...], _Product] = field(default_factory=dict)
-    outputs: dict[nn.Module, list[Tensor]] = field(default_factory=dict)
-    attends: list[_Attend] = field(default_factory=list)
-    write: tuple[int, PassLayout, Tensor, Tensor] | None = None
-
-    @property
-    def products(self) -> list[_Product]:
-        return list(self.kinds.values())
-
-    def add_product(self, layer: nn.Module, is_head: bool, inputs: Tensor, output: Tensor) -> None:
-        width, num_outputs = inputs.shape[-1], output.shape[-1]
-        name = f"{getattr(layer, 'kernel', type(layer).__name__)} {num_outputs} x {width}"
-        if is_head:
-            name += " (head)"
-        product = self.kinds.setdefault((name, inputs.shape), _Product(name, inputs, output))
-        product.layers.append(layer)
-        self.outputs.setdefault(layer, []).append(product.output)
-
-    def add_attend(self, layer: int, query: Tensor, rule: AttentionRule, output: Tensor) -> None:
-        alike = (one for one in self.attends if one.query.shape == query.shape)
-        first = next(alike, None)
-        if first is not None:
-            query, output = first.query, first.output
-        self.attends.append(_Attend(layer, query, rule, output))
-
-    def other_than(self, product: _Product) -> Callable[[], object]:
-        """A call of another kind, if there is one: of the same class rather than not."""
-        others = [other for other in self.products if other is not product]
-        alike = [other for other in others if type(other.layers[0]) is type(product.layers[0])]
-        return next(iter((alike or others or [product])[0].calls()))
-
-    def last_attention(self, runner: ModelRunner) -> Callable[[], object]:
-        """Of the last layer, in a pass of its own."""
-        return list(self.attention_calls(runner))[-1]
-
-    def attention_calls(self, runner: ModelRunner) -> Iterator[Callable[[], object]]:
-        """All layers', in a pass of their own: what the first makes for all (a mask) is made anew.
-
-        But what a store makes where it is first written to is made before.
-        """
-        assert self.write is not None
-        store = runner.cache.store
-        layer, old_layout, keys, values = self.write
-        layout = replace(old_layout)
-        _ = layout.position_ids  # of the pass, before its first layer
-        store.write(layer, layout, keys, values)
-        for attend in self.attends:
-            yield partial(store.attend, attend.layer, attend.query.clone(), layout, attend.rule)
 
 
 class _Timer:
@@ -297,72 +213,6 @@ def _cache_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).L2_cache_size
     return cache_bytes() or UNKNOWN_CACHE_BYTES
-
-
-def _noted(runner: ModelRunner, one_pass: Callable[[], None]) -> _Notes:
-    """What a pass calls: run twice, the first time since some kernels pack their weights then."""
-    one_pass()
-    notes = _Notes()
-    store, head = runner.cache.store, runner.model.get_output_embeddings()
-
-    def noting_product(layer: nn.Module) -> Callable[..., Tensor]:
-        forward = layer.forward
-
-        def call(inputs: Tensor) -> Tensor:
-            output: Tensor = forward(inputs)
-            notes.add_product(layer, layer is head, inputs, output)
-            return output
-
-        return call
-
-    write, attend = store.write, store.attend
-
-    def noting_write(layer: int, layout: PassLayout, keys: Tensor, values: Tensor) -> None:
-        notes.write = notes.write or (layer, layout, keys, values)
-        write(layer, layout, keys, values)
-
-    def noting_attend(layer: int, query: Tensor, layout: PassLayout, rule: AttentionRule) -> Tensor:
-        output = attend(layer, query, layout, rule)
-        notes.add_attend(layer, query, rule, output)
-        return output
-
-    with ExitStack() as stack:
-        for layer in linear_layers(runner.model):
-            stack.enter_context(_replaced(layer, "forward", noting_product(layer)))
-        stack.enter_context(_replaced(store, "write", noting_write))
-        stack.enter_context(_replaced(store, "attend", noting_attend))
-        one_pass()
-    return notes
-
-
-@contextmanager
-def _hollow(runner: ModelRunner, notes: _Notes) -> Iterator[None]:
-    """Within, the linear layers and the attention of a pass give what they gave before, and compute nothing."""
-
-    def in_turn(outputs: Iterable[Tensor]) -> Callable[..., Tensor]:
-        turns = cycle(outputs)
-        return lambda *_: next(turns)
-
-    with ExitStack() as stack:
-        for layer, outputs in notes.outputs.items():
-            stack.enter_context(_replaced(layer, "forward", in_turn(outputs)))
-        attention = in_turn([attend.output for attend in notes.attends])
-        stack.enter_context(_replaced(runner.cache.store, "attend", attention))
-        yield
-
-
-@contextmanager
-def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """An object's own attribute, which hides its class's."""
-    own = vars(owner)
-    had_own, before = name in own, own.get(name)
-    own[name] = value
-    try:
-        yield
-    finally:
-        del own[name]
-        if had_own:
-            own[name] = before
 
 
 def _fill(runner: ModelRunner, rows: int, tokens: int, context: int) -> None:

@@ -56,6 +56,7 @@ class SlowMachine:
 
         def slowed(*arguments: Any) -> Tensor:
             output: Tensor = work(*arguments)
+            assert not output.requires_grad  # keeping what a gradient needs would take time
             self.clock.now += takes_s(output)
             return output
 
