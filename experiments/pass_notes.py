@@ -5,6 +5,7 @@ Nothing here takes time or knows a clock; `experiments.kernel_times` does.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -96,7 +97,7 @@ class PassNotes:
 
     def last_attention(self, runner: ModelRunner) -> Callable[[], object]:
         """Of the last layer, in a pass of its own."""
-        return list(self.attention_calls(runner))[-1]
+        return deque(self.attention_calls(runner), maxlen=1).pop()
 
     def attention_calls(self, runner: ModelRunner) -> Iterator[Callable[[], object]]:
         """All layers', in a pass of their own: what the first makes for all (a mask) is made anew.
