@@ -65,8 +65,8 @@ def measure(
             del running[arm]
             on_failure(arm, error)
 
-    def warm_up(arm: str) -> None:
-        if not _warm_up(running[arm], blocks, warmup, clock):
+    def settle(arm: str) -> None:
+        if not warm_up(running[arm], blocks, warmup, clock):
             on_unsettled(arm)
 
     def measure_block(arm: str, repeat: int, number: int) -> None:
@@ -78,7 +78,7 @@ def measure(
     try:
         if warmup:
             for arm in list(running):
-                tried(arm, warm_up)
+                tried(arm, settle)
         with _old_objects_exempt():
             for repeat in range(repeats):
                 for number in order.sample(range(len(blocks)), len(blocks)):
@@ -90,7 +90,7 @@ def measure(
             recorder.restore()
 
 
-def _warm_up(decoder: Decoder, blocks: Sequence[Sequence[Request]], least_rounds: int, clock: Clock) -> bool:
+def warm_up(decoder: Decoder, blocks: Sequence[Sequence[Request]], least_rounds: int, clock: Clock) -> bool:
     """First every shape of prompt once, then one block again and again until its steps take the same time.
 
     False where they were still moving at the end.

@@ -106,6 +106,7 @@ class Progress:
             drafted=tuple(drafted for drafted, _ in counts),
             accepted=tuple(accepted for _, accepted in counts),
             finished=tuple(row.finished for row in rows),
+            cut=tuple(len(tokens) < len(whole) for tokens, whole in zip(kept, proposed, strict=True)),
         )
 
     def retire(self) -> list[Vacancy]:

@@ -28,6 +28,19 @@ class Phase(StrEnum):
     VERIFY = "verify"
 
 
+class TokenKind(StrEnum):
+    """How a token came to be written: it was drafted and stands, or it is the one that the target's pass adds.
+
+    That one is recovered behind a rejected draft token, a bonus behind drafts that all stand, and plain where nothing
+    was drafted.
+    """
+
+    ACCEPTED = "accepted"
+    RECOVERED = "recovered"
+    BONUS = "bonus"
+    PLAIN = "plain"
+
+
 @dataclass(frozen=True)
 class Prospect:
     """What drafting for a row would take.
@@ -254,7 +267,8 @@ class StepOutput:
     """What one step of a decoder committed: one entry per request that took part.
 
     `committed[i]` are the new tokens of request `request_ids[i]`, cut at its stop token or limit; the
-    counts `drafted` and `accepted` leave out what lay behind the cut.
+    counts `drafted` and `accepted` leave out what lay behind the cut. `cut[i]`: something lay there, so the last of
+    these tokens was drafted too, although it counts as the step's own.
     """
 
     phase: Phase
@@ -263,6 +277,18 @@ class StepOutput:
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
     finished: tuple[bool, ...]
+    cut: tuple[bool, ...]
+
+    def kinds(self, index: int) -> tuple[TokenKind, ...]:
+        """Of the tokens `committed[index]`."""
+        accepted, drafted = self.accepted[index], self.drafted[index]
+        if self.cut[index]:
+            own = TokenKind.ACCEPTED
+        elif not drafted:
+            own = TokenKind.PLAIN
+        else:
+            own = TokenKind.RECOVERED if accepted < drafted else TokenKind.BONUS
+        return (*[TokenKind.ACCEPTED] * accepted, own)
 
 
 # Sees the draft model's logits [B, V] before a token is drawn, and the number of tokens drafted so far: go on, per row?

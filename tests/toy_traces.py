@@ -25,6 +25,7 @@ def step(
         drafted=tuple(drafted or [0] * rows),
         accepted=tuple(accepted or [0] * rows),
         finished=(False,) * rows,
+        cut=(False,) * rows,
     )
     return StepEvent(start_s, end_s, output)
 
