@@ -66,9 +66,7 @@ class TokenStream:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _hold(self, text: str) -> None:
-        if (
-            text
-        ):  # the window moves only behind text: special tokens have none for the next ones to go on from
+        if text:  # else the window stays: the next token may not go on from a special one
             self._held.append(Piece(text, self._newest))
             self._window, self._read = self._read, len(self._token_ids)
 

@@ -7,6 +7,7 @@ figures say how many tokens of each kind there were (FORCE_COLOR colours them th
 
 from __future__ import annotations
 
+import time
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
+from experiments import metrics
 from experiments.point import PreparedPoint
 from experiments.report import threads, variant, vocabulary_lines
 from experiments.terminal import OUT
@@ -36,10 +38,13 @@ MEANINGS = {
     TokenKind.BONUS: "after drafts that all stand",
     TokenKind.PLAIN: "nothing was drafted",
 }
+RECENT_STEPS = 8
 GAP = 3
 LEAST_WIDTH = 16
 LEAST_LINES = 3
 CONTROL_PICTURES = 0x2400
+# A long answer takes some milliseconds to draw: this leaves most of the time to the decoder.
+LEAST_INTERVAL_S = 0.05
 
 
 @contextmanager
@@ -48,20 +53,33 @@ def watching(arms: Sequence[Watched]) -> Iterator[Callable[[], None]]:
     if OUT.color_system is not None:
         OUT.print(legend())
     OUT.print()
-    if OUT.file.isatty() and not OUT.is_dumb_terminal:
-        yield from _drawn(arms)
-    elif len(arms) == 1:
-        yield from _written(arms[0])
-    else:
-        yield from _written_at_the_end(arms)
-    OUT.print()
+    try:
+        if OUT.file.isatty() and not OUT.is_dumb_terminal:
+            yield from _drawn(arms)
+        elif len(arms) == 1:
+            yield from _written(arms[0])
+        else:
+            yield from _written_at_the_end(arms)
+    finally:
+        OUT.print()
 
 
 def _drawn(arms: Sequence[Watched]) -> Iterator[Callable[[], None]]:
+    # No refresh thread: the screen changes between steps, never while one is timed.
+    screen = Live(console=OUT, auto_refresh=False, transient=True)
+
+    drawn_s = -LEAST_INTERVAL_S
+
+    def draw() -> None:
+        nonlocal drawn_s
+        if time.perf_counter() - drawn_s >= LEAST_INTERVAL_S:
+            screen.update(Group(*rows(arms, OUT.width, OUT.height)), refresh=True)
+            drawn_s = time.perf_counter()
+
     try:
-        # No refresh thread: the screen changes between steps, never while one is timed.
-        with Live(console=OUT, auto_refresh=False, transient=True) as screen:
-            yield lambda: screen.update(Group(*rows(arms, OUT.width, OUT.height)), refresh=True)
+        with screen:
+            draw()
+            yield draw
     finally:
         OUT.print(*rows(arms, OUT.width), sep="\n")
 
@@ -163,18 +181,22 @@ def setting_lines(labels: Sequence[str], points: Sequence[PreparedPoint]) -> lis
             f"prompt of {len(request.prompt_ids)} tokens, {request.max_new_tokens} new at most, seed {config.seed}",
             *vocabulary_lines(point),
         ]
-    return list(dict.fromkeys(lines))
+    rounds = points[0].config.measure.warmup
+    return [*dict.fromkeys(lines), "loads, warms up, then answers" if rounds else "loads, then answers"]
 
 
 def state(arm: Watched) -> str:
-    """The figures of an answer that is being written."""
-    figures = arm.metrics
-    if not figures:
+    """The figures of an answer that is being written; the rate is that of its newest steps."""
+    trace = arm.trace
+    if not trace.steps:
         return "reading the prompt"
-    rate = arm.recent_rate
+    first, *later = trace.steps
+    newest = later[-RECENT_STEPS:]
+    seconds = sum(step.duration_s for step in newest)
+    rate = sum(len(step.output.committed[0]) for step in newest) / seconds if seconds else None
     return (
-        f"{len(arm.token_ids)} tokens, {figures['passes/target']:.0f} passes, "
-        f"TTFT {figures['latency/ttft_ms.p50']:.0f} ms" + (f", {rate:.1f} tokens/s" if rate else "")
+        f"{len(arm.token_ids)} tokens, {metrics.passes([trace])['passes/target']:.0f} passes, "
+        f"TTFT {1e3 * first.duration_s:.0f} ms" + (f", {rate:.1f} tokens/s" if rate else "")
     )
 
 
@@ -193,7 +215,8 @@ def _summary(arm: Watched) -> list[str]:
     figures = arm.metrics
     if not figures:
         return [f"no token yet; {arm.end}"]
-    tokens = f"{len(arm.token_ids)} tokens in {figures['passes/target']:.0f} target passes"
+    num_tokens, num_passes = len(arm.token_ids), int(figures["passes/target"])
+    tokens = f"{_counted(num_tokens, 'token')} in {_counted(num_passes, 'target pass', 'es')}"
     if "spec/tokens_per_pass" in figures:
         tokens += f" ({figures['spec/tokens_per_pass']:.2f} a pass after the prompt's)"
     kinds = " + ".join(f"{arm.kinds[kind]} {kind}" for kind in TokenKind if arm.kinds[kind])
@@ -205,6 +228,10 @@ def _summary(arm: Watched) -> list[str]:
     accepted = figures.get("spec/acceptance_rate")
     share = "" if accepted is None else f"; {100 * accepted:.0f} % of draft tokens accepted"
     return [f"{tokens}: {kinds}{share}", f"{', '.join(times)}; ended by: {arm.end}"]
+
+
+def _counted(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def _likeness(one: Watched, other: Watched) -> list[str]:

@@ -22,9 +22,6 @@ from experiments.trace import Trace
 from specdec.generation import end_of_text_ids
 from specdec.types import TokenKind
 
-# The rate that is shown while an answer is written is that of the newest steps.
-RECENT_STEPS = 8
-
 
 class Stopwatch:
     """Seconds in which it was running."""
@@ -94,7 +91,7 @@ class Watched:
         if self.end is None:
             self._steps = iter(())
             self.pieces += self._stream.end()
-            self.end = "interrupted"
+            self.end = "interrupt"
 
     @property
     def trace(self) -> Trace:
@@ -105,13 +102,6 @@ class Watched:
     def metrics(self) -> dict[str, float]:
         """By contract name; those of the steps so far."""
         return arm_metrics([self.trace]) if self.token_ids else {}
-
-    @property
-    def recent_rate(self) -> float | None:
-        """Tokens per second of the newest steps behind the first, which is the prefill."""
-        steps = self.trace.steps[1:][-RECENT_STEPS:]
-        seconds = sum(step.duration_s for step in steps)
-        return sum(len(step.output.committed[0]) for step in steps) / seconds if seconds else None
 
     def _why_ended(self) -> str:
         config, last = self.point.config, self.token_ids[-1]

@@ -67,6 +67,26 @@ def test_accounting(
     assert progress.rows[0].token_ids == [1, 2, 3, *tokens[:committed]]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "drafted", "kinds"),
+    [
+        ([11, 12, 13], 2, "accepted accepted bonus"),
+        ([11, 12, 13], 5, "accepted accepted recovered"),
+        ([11], 5, "recovered"),
+        ([11], 0, "plain"),
+        # the stop: recovered, bonus, and a draft token that others followed
+        ([11, 12, STOP], 5, "accepted accepted recovered"),
+        ([11, 12, STOP], 2, "accepted accepted bonus"),
+        ([11, STOP, 13], 2, "accepted accepted"),
+        ([STOP, 12], 1, "accepted"),
+    ],
+)
+def test_kinds_of_tokens(tokens: list[int], drafted: int, kinds: str) -> None:
+    _, step = commit_one(tokens, drafted=drafted)
+    assert step.kinds(0) == tuple(kinds.split())
+    assert step.cut == (len(kinds.split()) < len(tokens),)
+
+
 def test_a_row_sums_up_its_steps() -> None:
     progress = progress_of([20], 1)
     [row] = progress.admit()

@@ -49,9 +49,9 @@ from specdec.drafters.suffix import SuffixOptions
 from specdec.draws import BlockDraws, KeyedDraws
 from specdec.kv_cache import CacheShape, KVStore
 from specdec.kv_stores.dense import DenseStore
-from specdec.progress import Row, StopTokens
+from specdec.progress import Row, StopTokens, Vacancy
 from specdec.sampling import Sampler
-from specdec.types import DraftProposal, GoOn, Phase, Prospect, SamplingParams, StepOutput
+from specdec.types import DraftProposal, GoOn, Phase, Prospect, SamplingParams, StepOutput, Verification
 from specdec.verifiers.base import Verifier
 from specdec.verifiers.match import MatchVerifier
 
@@ -631,3 +631,57 @@ def test_the_law_of_a_sampled_run_is_reported_in_float32_for_a_bfloat16_model() 
     law = Sampler(SamplingParams(1.0)).law(ModelRunner(model, 1, 4).prefill([[1, 2]], [0]), [])
     assert law.probs is not None
     assert law.probs.dtype == torch.float32
+
+
+# --- which tokens were drafts
+
+
+class Noting(Drafter):
+    """Passes everything on, and notes of each step how many tokens were drafted and what the verifier said."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.steps: list[tuple[int, int]] = []
+        self.drafted = 0
+
+    def propose(
+        self, rows: Sequence[Row], limits: Sequence[int], go_on: GoOn, draws: BlockDraws
+    ) -> DraftProposal:
+        proposal = self.drafter.propose(rows, limits, go_on, draws)
+        self.drafted = proposal.lengths[0]
+        return proposal
+
+    def accept(self, rows: Sequence[Row], verification: Verification) -> None:
+        self.steps.append((self.drafted, verification.accepted[0]))
+        self.drafter.accept(rows, verification)
+
+    def vacate(self, vacancy: Vacancy) -> None:
+        self.drafter.vacate(vacancy)
+
+
+def kinds_of(drafted: int, accepted: int) -> list[str]:
+    own = "recovered" if accepted < drafted else "bonus" if drafted else "plain"
+    return ["accepted"] * accepted + [own]
+
+
+def test_kinds_of_tokens_are_what_the_verifier_decided() -> None:
+    """Also of answers that stop within their drafts, and of a last step that drafts nothing."""
+    target = chain([[0.1, 0.6, 0.2, 0.1], [0.5, 0.2, 0.2, 0.1], [0.3, 0.3, 0.3, 0.1], [0.25] * 4])
+    draft = chain([[0.2, 0.4, 0.3, 0.1], [0.4, 0.3, 0.2, 0.1], [0.3, 0.2, 0.3, 0.2], [0.25] * 4])
+    found: set[str] = set()
+    ends_in_drafts = 0
+    for seed in range(60):
+        drafter = Noting(toy_drafter(draft, 4, 1, temperature=1.0))
+        decoder = build_decoder(
+            ToyRunner(target, 4, 1), num_slots=1, drafter=drafter, temperature=1.0, seed=seed, stop_ids=[3]
+        )
+        first, *steps = decoder.generate(requests_for([[0, 1]], 8))
+        assert first.kinds(0) == ("plain",)
+        for step, (drafted, accepted) in zip(steps, drafter.steps, strict=True):
+            decided, kinds = kinds_of(drafted, accepted), step.kinds(0)
+            assert list(kinds) == decided[: len(kinds)]
+            assert len(kinds) == len(step.committed[0])
+            found.update(kinds)
+            ends_in_drafts += len(kinds) < len(decided)
+    assert found == {"accepted", "recovered", "bonus", "plain"}
+    assert ends_in_drafts > 5
