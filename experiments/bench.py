@@ -17,18 +17,12 @@ from experiments.hardware import Hardware
 from experiments.load import ForeignLoad, LoadMeter
 from experiments.measure import measure
 from experiments.metrics import TARGET_PHASES, arm_metrics, prompt_reads
+from experiments.model_cost import model_cost
 from experiments.roofline import Ceilings, ModelCost, PassParts, floor_ms, mbu_frac, mfu_frac, pass_parts
 from experiments.statistics import NO_DIFFERENCE, TOO_FEW, Ratio, Unit
 from experiments.strategy import Arm
 from experiments.trace import PassEvent, RequestTimeline, Trace, timelines
-from quant.footprint import (
-    bits_per_weight,
-    embedding_row_bytes,
-    multiplied_parameters,
-    quantized_share,
-    read_bytes_per_pass,
-    stored_bytes,
-)
+from quant.footprint import bits_per_weight, quantized_share, stored_bytes
 from specdec.decoding.base import Decoder
 from specdec.types import Request
 
@@ -308,7 +302,7 @@ def _overheads(
 
 def _footprint(*runners: Any, overheads: Sequence[float | None] = ()) -> Footprint:
     """Of an arm's runners: the target's, then a draft model's."""
-    costs = [_cost(runner) for runner in runners]
+    costs = [model_cost(runner) for runner in runners]
     target_ms, draft_ms, *_ = [*overheads, None, None]
     stores = {id(runner.cache.store): runner.cache.store for runner in runners}.values()
     return Footprint(
@@ -322,24 +316,6 @@ def _footprint(*runners: Any, overheads: Sequence[float | None] = ()) -> Footpri
         draft_has_own_cache=len(stores) > 1,
         target_overhead_ms=target_ms,
         draft_overhead_ms=draft_ms,
-    )
-
-
-def _cost(runner: Any) -> ModelCost:
-    model = runner.model
-    body, head = multiplied_parameters(model)
-    cache, store = runner.cache, runner.cache.store
-    shape, used = store.shape, cache.num_layers / store.shape.num_layers
-    lengths = range(shape.capacity + 1)
-    return ModelCost(
-        weights_read_bytes=read_bytes_per_pass(model),
-        embedding_row_bytes=embedding_row_bytes(model),
-        # A draft model may have some of the target's layers only.
-        kv_bytes_per_token=store.bytes_per_token * used,
-        body_parameters=body,
-        head_parameters=head,
-        attention_width=cache.num_layers * model.config.num_attention_heads * shape.head_dim,
-        kv_row_bytes=tuple(round(store.live_bytes([length]) * used) for length in lengths),
     )
 
 

@@ -67,10 +67,11 @@ def _passes() -> Table:
             )
             row += [_ms(cost.compute_s), _ms(cost.memory_s), f"{cost.limit}, {_number(cost.imbalance)}x"]
         rows.append(row)
-    rates = [f"at {ceilings.gemm_gflop_s / 1e3:.0f} TFLOP/s" for ceilings in (SUSTAINED, PEAK)]
+    rates = [f"{ceilings.gemm_gflop_s / 1e3:.0f}" for ceilings in (SUSTAINED, PEAK)]
     parts = ["arithmetic, ms", "reading, ms", "limited by"]
-    header = ["tokens in the pass", "FLOP/byte", *(f"{part} {rate}" for rate in rates for part in parts)]
-    return "A pass over 8e9 parameters in 16 bits on an H100 (3.35 TB/s)", header, rows
+    header = ["tokens", "FLOP/byte", *(f"{part} ({rate})" for rate in rates for part in parts)]
+    title = f"A pass over 8e9 parameters in 16 bits on an H100 (3.35 TB/s), at {' and '.join(rates)} TFLOP/s"
+    return title, header, rows
 
 
 def _devices() -> Table:

@@ -70,13 +70,22 @@ def new_axes(title: str, width_in: float = WIDTH_IN, height_in: float = HEIGHT_I
     FigureCanvasAgg(figure)
     text = wrap(title, characters_in(width_in * 0.94, TITLE_PT))
     figure.suptitle(text, x=0.012, ha="left", fontsize=TITLE_PT, color=DARK)
-    axes = figure.add_subplot()
+    return figure, _styled(figure.add_subplot())
+
+
+def split(figure: Figure, panels: int) -> list[Axes]:
+    """Several axes side by side in place of the figure's own, left to right."""
+    figure.delaxes(figure.axes[0])
+    return [_styled(figure.add_subplot(1, panels, index + 1)) for index in range(panels)]
+
+
+def _styled(axes: Axes) -> Axes:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREY)
     axes.tick_params(which="both", labelsize=FONT_PT, color=GREY, labelcolor=DARK)
     axes.grid(visible=True, color="#E4E4E4", linewidth=0.8)
     axes.set_axisbelow(True)
-    return figure, axes
+    return axes
 
 
 def label_axes(axes: Axes, x_label: str, y_label: str = "", x_characters: int = 90) -> None:

@@ -1,0 +1,58 @@
+"""Theory beside what was measured: the floor of the hardware, and that of the kernels; as lines, cells, a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from experiments.articles.lab import Floors
+from experiments.articles.timing import Timing
+from experiments.plots.curves import Line
+
+# What a prediction may be off by, as a share of what was measured.
+AGREES_FRAC = 0.25
+FLOOR_HEADING = ("hardware floor, ms", "kernels alone, ms")
+
+
+def measured_line(timings: Mapping[int, Timing], label: str = "measured") -> Line:
+    """Medians, with their quartiles as a band."""
+    return Line(
+        label,
+        [(step, timing.median_ms) for step, timing in timings.items()],
+        spread=[(timing.low_ms, timing.high_ms) for timing in timings.values()],
+    )
+
+
+def floor_lines(floors: Mapping[int, Floors]) -> list[Line]:
+    """Both theories; that of the kernels where they were timed."""
+    kernels = [(step, floor.kernels_ms) for step, floor in floors.items() if floor.kernels_ms is not None]
+    lines = [
+        Line(
+            "hardware floor (measured ceilings)",
+            [(step, floor.hardware_ms) for step, floor in floors.items()],
+            is_theory=True,
+        ),
+        Line("kernels timed alone, summed, and overhead", kernels, is_theory=True),
+    ]
+    return [line for line in lines if line.points]
+
+
+def floor_cells(floor: Floors | None) -> list[str]:
+    """Milliseconds of both theories."""
+    if floor is None:
+        return ["-", "-"]
+    return [f"{floor.hardware_ms:.2f}", "-" if floor.kernels_ms is None else f"{floor.kernels_ms:.1f}"]
+
+
+def agreement(timings: Mapping[int, Timing], floors: Mapping[int, Floors]) -> str:
+    """How far the kernels' prediction is from what was measured, and where it is off by more than a quarter."""
+    ratios = {
+        step: floor.kernels_ms / timings[step].median_ms
+        for step, floor in floors.items()
+        if floor.kernels_ms is not None and step in timings
+    }
+    if not ratios:
+        return "kernels were not timed alone"
+    spread = f"{min(ratios.values()):.2f} to {max(ratios.values()):.2f} of what was measured"
+    off = [str(step) for step, ratio in ratios.items() if abs(ratio - 1) > AGREES_FRAC]
+    within = f"off by more than {AGREES_FRAC:.0%} at {', '.join(off)}" if off else "close everywhere"
+    return f"kernels timed alone on cold weights, with the overhead of a pass, predict {spread}: {within}"

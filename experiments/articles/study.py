@@ -1,0 +1,168 @@
+"""An experiment of the articles: prepared, measured in a laboratory, printed, logged as one MLflow run."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from experiments import environment, record
+from experiments.articles import publish
+from experiments.articles.findings import Findings
+from experiments.articles.lab import Lab
+from experiments.articles.page import Heading, page
+from experiments.ceilings_store import StoredCeilings
+from experiments.config import compose_run
+from experiments.load import LoadMeter
+from experiments.models import LoadedModels
+from experiments.point import PreparedPoint, prepare
+from experiments.studies.base import StudyOptions
+from experiments.terminal import OUT
+from experiments.tracking import Store, open_store, run
+
+DEFAULTS = ("strategy=baseline", "study=articles", "measure.aa=false", "fidelity.corpus=none")
+# What every experiment of this kind depends on; each may add to it.
+SETTINGS = ("strategy", "weights", "kv", "model", "dtype", "device", "threads", "seed", "study", "plugin")
+DECODING = ("decoding", "drafter", "verifier", "draft_length", "sampling", "workload", "prefill_chunk")
+CEILINGS = "measure.ceilings"
+
+
+@dataclass(frozen=True)
+class Published:
+    """Findings under their heading, and the run that has them."""
+
+    heading: Heading
+    found: Findings
+    run_id: str
+
+
+@dataclass
+class ArticleOptions(StudyOptions):
+    """Options of an experiment of the articles: plain typed fields with defaults, checked in `__post_init__`.
+
+    A subclass says what it measures in `title`, and whether a strategy's drafter takes part (`decodes`) or only passes
+    of its target are timed, which is refused for strategies with a drafter. `uses` are settings that it depends on
+    besides those that all do.
+    """
+
+    title: ClassVar[str]
+    decodes: ClassVar[bool] = False
+    uses: ClassVar[Sequence[str]] = ()
+
+    @abstractmethod
+    def measure(self, lab: Lab) -> Findings:
+        """Measure; nothing is logged or printed meanwhile."""
+
+    def check_at_least(self, **least: float) -> None:
+        """Raise ValueError, in one line, for an option below its least value; of a list, for one of its values."""
+        for name, bound in least.items():
+            value = getattr(self, name)
+            values = value if isinstance(value, list) else [value]
+            if not values or min(values) < bound:
+                what = "numbers of at least" if isinstance(value, list) else "at least"
+                raise ValueError(f"experiment.{name}={value}: expected {what} {bound}")
+
+    def prepare(self, overrides: Sequence[str]) -> Callable[[], bool]:
+        point = self.point(overrides)
+
+        def measure() -> bool:
+            self.run(point, overrides, open_store())
+            return True
+
+        return measure
+
+    def point(self, overrides: Sequence[str], loaded: LoadedModels | None = None) -> PreparedPoint:
+        """The setting that the command line names. Raises ValueError for one that would be ignored."""
+        refuse_unused(
+            overrides, [*SETTINGS, *(DECODING if self.decodes else ()), *self.uses, CEILINGS], self.own_name
+        )
+        config = compose_run([*DEFAULTS, *overrides])
+        if config.drafter is not None and not self.decodes:
+            raise ValueError(
+                f"strategy={config.strategy}: experiment={self.own_name} times passes of the target, in which "
+                f"drafter={config.drafter.name} takes no part; expected a strategy without a drafter, "
+                "or weights=... and kv=..."
+            )
+        if config.measure.ceilings == "skip":
+            raise ValueError(
+                f"{CEILINGS}=skip: experiment={self.own_name} needs them; expected auto or refresh"
+            )
+        return prepare(config, loaded)
+
+    def run(self, point: PreparedPoint, overrides: Sequence[str], store: Store) -> Published:
+        """Measure, print, and log one run. Raises whatever kept it from being measured or logged."""
+        started_s = time.perf_counter()
+        torch.set_num_threads(point.config.threads or 1)
+        config = point.config
+        ceilings = StoredCeilings(store, config.study, config.measure.ceilings == "refresh")
+        hardware = point.hardware(ceilings)
+        assert hardware is not None  # `point` refuses to leave them out
+        OUT.print(f"{self.own_name}: {self.title}", markup=False)
+        tags = {**record.tags_before(point, None), "experiment": self.own_name}
+        params = {**vars(config), "experiment": asdict(self)}
+        name = f"{self.own_name} {config.strategy}"
+        with run(store, config.study, name, tags, params) as logged:
+            machine = environment.collect()
+            record.record_setting(point, machine, logged)
+            load = LoadMeter()
+            found = self.measure(Lab(point, hardware))
+            foreign = load.read()
+            setting = f"{record.setting_line(point)}; {machine_name(machine, config.device)}"
+            heading = Heading(self.own_name, self.title, setting, command_of(self, overrides))
+            # Printed before it is logged: a store that fails now must not take the result with it.
+            publish.show(found)
+            record.record_environment({**machine, "load": foreign.as_dict()}, logged)
+            logged.set_tags(
+                {
+                    "validity": "noisy" if foreign.is_noisy else "ok",
+                    "foreign_cores": f"{foreign.cores:.2f}",
+                    **({"ceilings": ceilings.run_id} if ceilings.run_id else {}),
+                }
+            )
+            publish.log(found, page(heading, found, publish.PLOTS), logged)
+        if foreign.is_noisy:
+            OUT.print(f"noisy: other processes kept {foreign.cores:.1f} cores busy meanwhile; trust no time")
+        OUT.print(f"{time.perf_counter() - started_s:.0f} s; logged as run {logged.run_id}")
+        return Published(heading, found, logged.run_id)
+
+    @property
+    def own_name(self) -> str:
+        """What it is called on the command line."""
+        return str(getattr(self, "name", type(self).__name__))
+
+
+def refuse_unused(overrides: Sequence[str], used: Sequence[str], name: str) -> None:
+    """Raise ValueError, in one line, for a setting that the experiment `name` would ignore."""
+    for override in overrides:
+        key = override.lstrip("+~").partition("=")[0]
+        if key not in used and key.partition(".")[0] not in used:
+            raise ValueError(
+                f"{override}: experiment={name} doesn't depend on it; expected {', '.join(used)}"
+            )
+
+
+def command_of(options: Any, overrides: Sequence[str]) -> str:
+    """The command line that says the same; options that have their defaults are left out."""
+    defaults = asdict(type(options)())
+    own = [
+        f"experiment.{name}={str(value).replace(' ', '')}"
+        for name, value in asdict(options).items()
+        if value != defaults[name]
+    ]
+    parts = [f"+experiment={options.own_name}", *own, *overrides]
+    return " ".join(
+        ["python -m experiments.run", *(f"'{part}'" if _quotes(part) else part for part in parts)]
+    )
+
+
+def _quotes(part: str) -> bool:
+    return any(character in part for character in ' []{}()*?$&;|<>"')
+
+
+def machine_name(machine: Mapping[str, Any], device: str) -> str:
+    """The processor, or the GPU that computed, as a page names it."""
+    return str(machine["gpu"]["devices"][0]["name"]) if device == "cuda" else environment.cpu_name()
