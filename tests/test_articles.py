@@ -62,6 +62,7 @@ class Place:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     root = tmp_path_factory.mktemp("articles")
     save_model(root / "target", max_position_embeddings=CONTEXT)
+    save_model(root / "long", max_position_embeddings=1024)
     save_prompts(root / "prompts.jsonl", repeating_prompts((5, 7, 4, 6)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{root / 'store.db'}")
@@ -269,7 +270,7 @@ def test_batch_curve_keeps_what_fits(place: Place, capsys: pytest.CaptureFixture
         assert [step for step, _ in place.curve(stored, name)] == [1, 2, 3]
     assert place.plots(stored) == {"batch_curve.png"}
     assert "+experiment=batch_curve" in place.page(stored)
-    assert stored.params["experiment.batches"] == "[1, 2, 3]"
+    assert [stored.params[f"experiment.batches.{place}"] for place in range(3)] == ["1", "2", "3"]
     assert shown.out.count("kernels timed alone on cold weights") == 1
 
 
@@ -366,11 +367,11 @@ def test_all_articles_are_runs_of_their_own_and_one_page(
         raise RuntimeError("a fault")
 
     monkeypatch.setattr(CacheOnOffOptions, "measure", broken)
-    monkeypatch.setattr("experiments.studies.batch_curve.BatchCurveOptions.batches", [1, 2], raising=False)
     folder = tmp_path / "page"
     status = place.run(
         "all_articles",
-        "experiment.experiments=[theory,cache_on_off,request_anatomy]",
+        "experiment.experiments=[theory,cache_on_off]",
+        f"model.target={place.root / 'long'}",
         f"experiment.folder={folder}",
         "study=all",
     )

@@ -45,10 +45,9 @@ class ConversationOptions(ArticleOptions):
         self.check_at_least(turns=2, answer_tokens=3, limit=1, summary_tokens=3, summary_every=1)
 
     def point(self, overrides: Sequence[str], loaded: LoadedModels | None = None) -> PreparedPoint:
-        point = super().point(overrides, loaded)
         for name in self.kv_formats:
             plugins.default_options("kv", name)
-        return point
+        return super().point(overrides, loaded)
 
     def measure(self, lab: Lab) -> Findings:
         script = Script(lab.point.pool.tokenizer)
