@@ -136,17 +136,22 @@ def _median_step_s(decoder: Decoder, block: Sequence[Request], clock: Clock) -> 
 def _decode(
     decoder: Decoder, block: Sequence[Request], recorder: Recorder, arm: str, repeat: int, number: int
 ) -> Trace:
-    clock = recorder.clock
     recorder.clear()
     with no_garbage_collection():
-        steps = decoder.generate(block)
-        began_s = start_s = clock()
-        for output in steps:
-            end_s = clock()
-            recorder.add_step(start_s, end_s, output)
-            start_s = end_s
-        ended_s = clock()
+        began_s, ended_s = record_steps(decoder, block, recorder)
     return recorder.trace(arm, repeat, number, began_s, ended_s)
+
+
+def record_steps(decoder: Decoder, block: Sequence[Request], recorder: Recorder) -> tuple[float, float]:
+    """Every step, timed from outside: when the first was asked for, and when there were no more."""
+    clock = recorder.clock
+    steps = decoder.generate(block)
+    began_s = start_s = clock()
+    for output in steps:
+        end_s = clock()
+        recorder.add_step(start_s, end_s, output)
+        start_s = end_s
+    return began_s, clock()
 
 
 @contextmanager

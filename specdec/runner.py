@@ -146,6 +146,14 @@ class ModelRunner:
             return self._fixed_pass(token_ids, counts)
         return self._pass(token_ids, 0, counts, last_only=False)
 
+    def extend(self, tokens: Sequence[int], slot: int) -> Tensor:
+        """Read the next tokens of a prompt, in one pass, for good: logits `[1, V]` at the last of them.
+
+        What `prefill` does chunk by chunk; between two of them other slots may decode, which then need not wait for a
+        long prompt (Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve", 2024).
+        """
+        return self._extend(torch.tensor([tokens], device=self.device), slot)
+
     def commit(self, lengths: Sequence[int]) -> None:
         """Slots 0, 1, ... keep their first `lengths[slot]` tokens, for good; the rest is rolled back."""
         self.cache.roll_back(lengths)
@@ -165,10 +173,13 @@ class ModelRunner:
                 f"slot {slot} holds {self.cache.lengths[slot]} tokens: a prompt needs an empty one"
             )
         tokens = torch.tensor([prompt], device=self.device)
-        chunks = tokens.split(self.prefill_chunk or len(prompt), dim=1)
-        for chunk in chunks:
-            logits = self._pass(chunk, slot, [chunk.shape[1]], last_only=True)
-            self.cache.commit_slot(slot)  # nobody rejects a prompt
+        for chunk in tokens.split(self.prefill_chunk or len(prompt), dim=1):
+            logits = self._extend(chunk, slot)
+        return logits
+
+    def _extend(self, chunk: Tensor, slot: int) -> Tensor:
+        logits = self._pass(chunk, slot, [chunk.shape[1]], last_only=True)
+        self.cache.commit_slot(slot)  # nobody rejects a prompt
         return logits[:, -1]
 
     def _pass(self, token_ids: Tensor, first_slot: int, counts: Sequence[int], last_only: bool) -> Tensor:

@@ -49,6 +49,46 @@ def test_prefill_in_chunks_equals_prefill_whole(model: PreTrainedModel, chunk: i
     assert runner.lengths == (71, 5)
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 40, 71, 1000])
+def test_extending_by_chunks_has_the_bits_of_prefill_in_those_chunks(
+    model: PreTrainedModel, chunk: int
+) -> None:
+    text = random_prompts([71])[0]
+    whole, extended = (ModelRunner(model, 2, 80, prefill_chunk=size) for size in (chunk, None))
+    expected = whole.prefill([text], [1])
+    for start in range(0, len(text), chunk):
+        logits = extended.extend(text[start : start + chunk], 1)
+    assert torch.equal(logits, expected)
+    assert extended.lengths == whole.lengths == (0, 71)
+    following = torch.tensor([[0], [5]])
+    assert torch.equal(extended.decode(following, [0, 1])[1], whole.decode(following, [0, 1])[1])
+
+
+def test_a_prompt_read_between_the_steps_of_other_rows_is_read_alike(model: PreTrainedModel) -> None:
+    text, other = random_prompts([12, 16])
+    alone, beside = (ModelRunner(model, 2, 20, prefill_chunk=4) for _ in range(2))
+    expected = alone.prefill([text], [1])
+    alone.prefill([other[:13]], [0])
+    beside.prefill([other[:13]], [0])
+    for start in (0, 4, 8):
+        logits = beside.extend(text[start : start + 4], 1)
+        token = torch.tensor([other[beside.lengths[0] : beside.lengths[0] + 1]])
+        stepped = beside.decode(token)
+        beside.commit([beside.lengths[0]])
+        assert torch.equal(stepped, alone.decode(token))
+        alone.commit([alone.lengths[0]])
+    assert torch.equal(logits, expected)
+    assert beside.lengths == alone.lengths == (16, 12)
+
+
+def test_extending_beyond_the_capacity_is_refused(model: PreTrainedModel) -> None:
+    runner = ModelRunner(model, 1, 5)
+    runner.extend([1, 2, 3], 0)
+    with pytest.raises(ValueError, match="holds 3 tokens and gets 3 in a pass of 3, but its capacity is 5"):
+        runner.extend([4, 5, 6], 0)
+    assert runner.lengths == (3,)
+
+
 def test_prefill_into_slots_in_any_order(model: PreTrainedModel) -> None:
     prompts = random_prompts([5, 9])
     runner = ModelRunner(model, 3, 20)
