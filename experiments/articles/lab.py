@@ -99,18 +99,17 @@ class Lab:
         shape = HFAdapter(self.model).cache_shape(rows, min(capacity, self.context))
         return int(self.arm.kv.build(replace(shape, device=torch.device("meta"))).allocated_bytes())
 
-    def decoder(self, rows: int, capacity: int) -> Decoder:
-        """The strategy's decoder with caches of its own; texts end at their length only. Raises LimitError."""
+    def decoder(self, rows: int, capacity: int, *, stops: bool = False) -> Decoder:
+        """The strategy's decoder with caches of its own. Raises LimitError.
+
+        `stops`: texts end as the sampling says, by default at their length only.
+        """
         if capacity > self.context:
             raise LimitError(BEYOND_CONTEXT)
         self._check_memory(rows, capacity)
-        settings = replace(
-            self.point.settings,
-            num_slots=rows,
-            capacity=capacity,
-            stop_ids=frozenset(),
-            stop_rule=StopTokens(),
-        )
+        settings = replace(self.point.settings, num_slots=rows, capacity=capacity)
+        if not stops:
+            settings = replace(settings, stop_ids=frozenset(), stop_rule=StopTokens())
         with limits():
             return build_decoder(self.arm, self.point.pool, settings)
 

@@ -17,16 +17,22 @@ from experiments.plots import style
 PANEL_HEIGHT_IN = 5.4
 # More powers of two than this would touch each other below a panel.
 MOST_TICKS = 9
+# More markers than this would hide their line.
+MOST_MARKERS = 40
 
 
 @dataclass(frozen=True)
 class Line:
-    """Points (x, y), in order of x; `spread`: (low, high) of each, drawn as a band. Theory is dashed."""
+    """Points (x, y), in order of x; `spread`: (low, high) of each, drawn as a band. Theory is dashed.
+
+    `names`: a short text for each point, written above it, on the side that the line leaves free.
+    """
 
     label: str
     points: Sequence[tuple[float, float]]
     is_theory: bool = False
     spread: Sequence[tuple[float, float]] | None = None
+    names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -106,8 +112,10 @@ def _draw(axes: Axes, panel: Panel, looks: dict[str, Look], x_characters: int) -
             ys,
             color=colour,
             zorder=2 if line.is_theory else 3,
-            **_line_style(line.is_theory, marker, scale),
+            **_line_style(line.is_theory, marker if len(xs) <= MOST_MARKERS else "", scale),
         )
+        for name, point in zip(line.names, line.points, strict=bool(line.names)):
+            _write_above(axes, name, point, is_left=ys[-1] >= ys[0])
         if line.spread is not None:
             low, high = zip(*line.spread, strict=True)
             axes.fill_between(xs, low, high, color=style.lighter(colour, 0.7), linewidth=0, zorder=1)
@@ -136,6 +144,19 @@ def _draw(axes: Axes, panel: Panel, looks: dict[str, Look], x_characters: int) -
             color=style.DARK,
         )
     style.label_axes(axes, panel.x_label, panel.y_label, x_characters)
+
+
+def _write_above(axes: Axes, text: str, point: tuple[float, float], is_left: bool) -> None:
+    axes.annotate(
+        text,
+        point,
+        (-6 if is_left else 6, 5),
+        textcoords="offset points",
+        ha="right" if is_left else "left",
+        fontsize=style.FONT_PT,
+        color=style.DARK,
+        zorder=5,
+    )
 
 
 def _set_x_ticks(axes: Axes, panel: Panel) -> None:
