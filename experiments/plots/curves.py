@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ PANEL_HEIGHT_IN = 5.4
 MOST_TICKS = 9
 # More markers than this would hide their line.
 MOST_MARKERS = 40
+# A logarithmic y axis from its least to its most with ticks between powers of ten.
+MOST_LABELLED_RATIO = 3000.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes. On a logarithmic x axis each measured x is a tick, as far as there is room."""
+    """One pair of axes. On a logarithmic x axis each measured x is a tick where there is room."""
 
     lines: Sequence[Line]
     x_label: str
@@ -127,7 +130,7 @@ def _draw(axes: Axes, panel: Panel, looks: dict[str, Look], x_characters: int) -
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: style.number(value)))
     if panel.log_y:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_locator(LogLocator(subs=_y_subs(panel)))
         axes.yaxis.set_minor_locator(NullLocator())
     else:
         axes.set_ylim(bottom=0)
@@ -160,8 +163,21 @@ def _write_above(axes: Axes, text: str, point: tuple[float, float], is_left: boo
 
 
 def _set_x_ticks(axes: Axes, panel: Panel) -> None:
-    measured = sorted({x for line in panel.lines if not line.is_theory for x, _ in line.points})
-    if measured:
-        every = -(-len(measured) // MOST_TICKS)
-        axes.xaxis.set_major_locator(FixedLocator(measured[::-1][::every][::-1]))
-        axes.xaxis.set_minor_locator(NullLocator())
+    """At measured points, and at the end of a theory that goes further: from the right, while there is room."""
+    measured = {x for line in panel.lines if not line.is_theory for x, _ in line.points if x > 0}
+    if not measured:
+        return
+    every = sorted({x for line in panel.lines for x, _ in line.points if x > 0})
+    apart = math.log(every[-1] / every[0]) / MOST_TICKS
+    ticks = [every[-1]]
+    for x in sorted(measured, reverse=True):
+        if math.log(ticks[-1] / x) >= apart:
+            ticks.append(x)
+    axes.xaxis.set_major_locator(FixedLocator(ticks[::-1]))
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def _y_subs(panel: Panel) -> tuple[float, ...]:
+    """Which multiples of powers of ten are ticks: over many decades the powers alone."""
+    ys = [y for line in panel.lines for _, y in line.points]
+    return (1.0,) if max(ys) > MOST_LABELLED_RATIO * min(ys) else (1.0, 2.0, 5.0)

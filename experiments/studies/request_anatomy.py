@@ -159,7 +159,7 @@ def _headline(found: Anatomy, prompt_tokens: int) -> str:
     read_frac = found.metrics.ttft_ms / found.outer_ms
     return (
         f"Reading the question, {prompt_tokens} tokens at once, took {read_frac:.0%} of {found.outer_ms:.0f} ms; "
-        f"the other {found.later_tokens} tokens of the answer took {len(found.trace.steps) - 1} steps"
+        f"the other {found.later_tokens} tokens of the answer came in {len(found.trace.steps) - 1} steps"
     )
 
 
