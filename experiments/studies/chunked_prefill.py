@@ -9,7 +9,6 @@ from typing import ClassVar
 from matplotlib.figure import Figure
 
 from experiments import theory
-from experiments.articles.checks import at_least
 from experiments.articles.findings import Findings, Rows
 from experiments.articles.interleaving import Arrivals, arrivals
 from experiments.articles.lab import Lab, along
@@ -33,8 +32,7 @@ class ChunkedPrefillOptions(ArticleOptions):
     repeats: int = 4
 
     def __post_init__(self) -> None:
-        at_least(self, 2, "prompt_tokens")
-        at_least(self, 1, "chunks", "rows", "context", "repeats")
+        self.check_at_least(prompt_tokens=2, chunks=1, rows=1, context=1, repeats=1)
 
     def measure(self, lab: Lab) -> Findings:
         chunks = {min(chunk, self.prompt_tokens) for chunk in self.chunks} | {self.prompt_tokens}
@@ -87,7 +85,7 @@ def _headline(found: Mapping[int, Arrivals], prompt_tokens: int) -> str:
     if best == most:
         return (
             f"Read {read}, a prompt of {prompt_tokens} tokens makes others wait {found[most].longest_gap_ms:.0f} ms; "
-            "no smaller chunk pays for what it adds to the time to the first token"
+            "smaller chunks lengthen the time to the first token by more than they shorten that"
         )
     gap, ttft = (
         found[best].longest_gap_ms / found[most].longest_gap_ms,

@@ -9,7 +9,6 @@ from typing import ClassVar
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.articles.checks import at_least
 from experiments.articles.findings import Findings, Rows
 from experiments.articles.floor_lines import FLOOR_HEADING, agreement, floor_cells
 from experiments.articles.lab import Floors, Lab, along
@@ -33,8 +32,7 @@ class LatencyThroughputOptions(ArticleOptions):
     new_tokens: int = 24
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "batches")
-        at_least(self, 2, "prompt_tokens", "new_tokens")
+        self.check_at_least(batches=1, prompt_tokens=2, new_tokens=2)
 
     def measure(self, lab: Lab) -> Findings:
         found, limits = along(

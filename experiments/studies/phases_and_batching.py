@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 from matplotlib.figure import Figure
 
-from experiments.articles.checks import at_least
 from experiments.articles.findings import Findings, Rows
 from experiments.articles.floor_lines import FLOOR_HEADING, agreement, floor_cells
 from experiments.articles.lab import Floors, Lab, along, limits
@@ -54,7 +53,7 @@ class PhasesAndBatchingOptions(ArticleOptions):
     prompt_tokens: int = 128
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "batches", "prompt_tokens")
+        self.check_at_least(batches=1, prompt_tokens=1)
 
     def measure(self, lab: Lab) -> Findings:
         found, missing = along(

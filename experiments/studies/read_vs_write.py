@@ -9,10 +9,9 @@ from typing import ClassVar
 
 from matplotlib.figure import Figure
 
-from experiments.articles.checks import at_least
 from experiments.articles.findings import Findings, Rows
 from experiments.articles.floor_lines import FLOOR_HEADING, agreement, floor_cells
-from experiments.articles.lab import BEYOND_CONTEXT, Floors, Lab, LimitError, along
+from experiments.articles.lab import BEYOND_CONTEXT, Floors, Lab, along
 from experiments.articles.steps import Step, decode_steps
 from experiments.articles.study import ArticleOptions
 from experiments.articles.timing import Timing
@@ -35,24 +34,23 @@ class ReadVsWriteOptions(ArticleOptions):
     new_tokens: int = 512
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "prompt_tokens")
-        at_least(self, 2, "new_tokens")
+        self.check_at_least(prompt_tokens=1, new_tokens=2)
 
     def measure(self, lab: Lab) -> Findings:
         chunk = lab.point.config.prefill_chunk
         lengths = doublings(self.prompt_tokens)
         reads, limits = along(lengths, "read", lambda n: lab.prefill(n, chunk, budget_s=READ_BUDGET_S))
         most = max(reads)
-        # The prefill brings the first token, steps bring those that count as written.
-        new_tokens = min(self.new_tokens, lab.context - most - 1)
+        # The prefill brings the first token, steps bring those that count as written. Where both texts don't fit into
+        # the context, there is less before what is written.
+        behind = max(1, min(most, lab.context - self.new_tokens - 1))
+        new_tokens = min(self.new_tokens, lab.context - behind - 1)
         if new_tokens < self.new_tokens:
             limits[f"write {self.new_tokens}"] = BEYOND_CONTEXT
-        if new_tokens < 1:
-            raise LimitError(f"write {self.new_tokens} behind {most}: {BEYOND_CONTEXT}")
-        decoded = decode_steps(lab, 1, most, new_tokens + 1)
+        decoded = decode_steps(lab, 1, behind, new_tokens + 1)
         found = Comparison(most, reads[most], written(decoded.steps))
         floors = {tokens: lab.floors(1, tokens, 0) for tokens in reads}
-        step_floor = lab.floors(1, 1, most + found.num_written // 2, kernels=True)
+        step_floor = lab.floors(1, 1, behind + found.num_written // 2, kernels=True)
         return Findings(
             found.headline,
             curves={
@@ -74,7 +72,7 @@ class ReadVsWriteOptions(ArticleOptions):
                 "tokens computes more, which makes it smaller",
                 "the articles: 27 ms against 5.2 s, about 190 times; rates 19 and 147 times apart elsewhere",
                 "reading was repeated, over random tokens and by the target alone; writing is every step once, as the "
-                "strategy decodes",
+                f"strategy decodes, behind {behind} tokens of real text",
                 agreement({1: decoded.timing}, {1: step_floor}) + " (of the step at the middle)",
             ],
             limits=limits,

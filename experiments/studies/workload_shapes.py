@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import ClassVar
@@ -11,9 +11,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import theory
-from experiments.articles.checks import at_least
 from experiments.articles.findings import Findings, Rows
-from experiments.articles.floor_lines import AGREES_FRAC
+from experiments.articles.floor_lines import AGREES_FRAC, measured_line
 from experiments.articles.lab import Lab, LimitError, along
 from experiments.articles.request_law import LEAST_LENGTHS, RequestLaw, Shape
 from experiments.articles.steps import decode_steps
@@ -26,6 +25,16 @@ from experiments.theory import RequestTime
 SHAPES = ("chat", "document", "inverted")
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """A request of a shape: as predicted, as measured (None where it could not be), and its hardware floor."""
+
+    shape: Shape
+    predicted: RequestTime
+    measured: RequestTime | None
+    floor: RequestTime
+
+
 @dataclass
 class WorkloadShapesOptions(ArticleOptions):
     """`chat`, `document`, `inverted`: tokens of prompt and answer; those beyond `most_seconds` are predicted only.
@@ -34,6 +43,7 @@ class WorkloadShapesOptions(ArticleOptions):
     """
 
     title: ClassVar[str] = "Short questions and long documents: where a request's time goes"
+    uses: ClassVar[Sequence[str]] = ("workload",)
 
     chat: list[int] = field(default_factory=lambda: [64, 192])
     document: list[int] = field(default_factory=lambda: [1024, 32])
@@ -44,37 +54,23 @@ class WorkloadShapesOptions(ArticleOptions):
     most_seconds: float = 60.0
 
     def __post_init__(self) -> None:
+        self.check_at_least(chat=2, document=2, inverted=2, prompts=1, contexts=1, repeats=1, most_seconds=0)
         for name in SHAPES:
-            at_least(self, 2, name)
-            if len(getattr(self, name)) != 2:
-                raise ValueError(
-                    f"experiment.{name}={getattr(self, name)}: expected tokens of prompt and answer"
-                )
-        at_least(self, 1, "prompts", "contexts", "repeats")
-        at_least(self, 0, "most_seconds")
+            lengths = getattr(self, name)
+            if len(lengths) != 2:
+                raise ValueError(f"experiment.{name}={lengths}: expected tokens of prompt and answer")
         if len(set(self.prompts)) < LEAST_LENGTHS:
             raise ValueError(f"experiment.prompts={self.prompts}: expected at least {LEAST_LENGTHS} lengths")
 
     def measure(self, lab: Lab) -> Findings:
-        reads, limits = along(self.prompts, "read", lab.prefill)
+        reads, missing = along(self.prompts, "read", lab.prefill)
         if len(reads) < LEAST_LENGTHS:
-            raise LimitError(f"{'; '.join(limits)}: a prediction needs {LEAST_LENGTHS} lengths of prompts")
+            raise LimitError(f"{missing}: a prediction needs {LEAST_LENGTHS} lengths of prompts")
         steps, more = along(self.contexts, "context", lambda context: lab.one_pass(1, 1, context))
+        missing |= more
         law = RequestLaw.fitted(reads, steps)
-        shapes = {name: Shape(name, *getattr(self, name)) for name in SHAPES}
-        predicted = {name: law.predict(shape) for name, shape in shapes.items()}
-        measured: dict[str, RequestTime] = {}
-        for name, shape in shapes.items():
-            try:
-                measured[name] = self._measure(lab, shape, predicted[name])
-            except LimitError as limit:
-                more[str(shape)] = str(limit)
-        cost = replace(lab.cost, kv_row_bytes=())  # a row's bytes are known within the context only
-        floors = {
-            name: theory.predicted_request(cost, lab.ceilings, shape.prompt_tokens, shape.new_tokens)
-            for name, shape in shapes.items()
-        }
-        headline = _headline(shapes, predicted, measured)
+        outcomes = [self._outcome(lab, Shape(name, *getattr(self, name)), law, missing) for name in SHAPES]
+        headline = f"Reading is {', '.join(map(_reading, outcomes))}"
         return Findings(
             headline,
             curves={
@@ -83,52 +79,69 @@ class WorkloadShapesOptions(ArticleOptions):
                 "curve_context/step_ms": [(context, timing.median_ms) for context, timing in steps.items()],
             },
             metrics={
-                f"workload_shapes/{name}_{what}": value
-                for kind, times in (("predicted_", predicted), ("", measured))
-                for name, request in times.items()
-                for what, value in (
-                    (f"{kind}total_s", request.total_s),
-                    (f"{kind}prefill_frac", request.prefill_frac),
-                )
+                f"workload_shapes/{outcome.shape.name}_{what}": value
+                for outcome in outcomes
+                for what, value in _metrics(outcome).items()
             },
-            tables={"Predicted and measured": _table(shapes, predicted, measured, floors)},
-            figures=_figures(headline, shapes, predicted, measured, law, reads, steps),
-            notes=_notes(law, shapes, predicted, measured, max(reads)),
-            limits=limits | more,
+            tables={"Predicted and measured": _table(outcomes)},
+            figures=_figures(headline, outcomes, law, reads, steps),
+            notes=_notes(outcomes, law, max(reads)),
+            limits=missing,
         )
 
-    def _measure(self, lab: Lab, shape: Shape, predicted: RequestTime) -> RequestTime:
-        """Medians of whole requests, after one that is not counted."""
+    def _outcome(self, lab: Lab, shape: Shape, law: RequestLaw, missing: dict[str, str]) -> Outcome:
+        predicted, measured = law.predict(shape), None
+        try:
+            measured = self._measured(lab, shape, predicted)
+        except LimitError as limit:
+            missing[shape.name] = str(limit)
+        cost = replace(lab.cost, kv_row_bytes=())  # which are known within the context only
+        floor = theory.predicted_request(cost, lab.ceilings, shape.prompt_tokens, shape.new_tokens)
+        return Outcome(shape, predicted, measured, floor)
+
+    def _measured(self, lab: Lab, shape: Shape, predicted: RequestTime) -> RequestTime:
+        """Medians of whole requests, after one that is not counted. Raises LimitError."""
         if predicted.total_s > self.most_seconds:
             raise LimitError(
-                f"predicted to take {predicted.total_s:.0f} s, longer than experiment.most_seconds"
+                f"predicted to take {predicted.total_s:.3g} s, experiment.most_seconds is {self.most_seconds:g}"
             )
-        runs = [decode_steps(lab, 1, shape.prompt_tokens, shape.new_tokens) for _ in range(self.repeats + 1)][
-            1:
-        ]
+        runs = [decode_steps(lab, 1, shape.prompt_tokens, shape.new_tokens) for _ in range(self.repeats + 1)]
         return RequestTime(
-            median(run.prefill_ms for run in runs) / 1e3,
-            median(sum(step.ms for step in run.steps) - run.prefill_ms for run in runs) / 1e3,
+            median(run.prefill_ms for run in runs[1:]) / 1e3,
+            median(sum(step.ms for step in run.steps) - run.prefill_ms for run in runs[1:]) / 1e3,
         )
 
 
-def _headline(
-    shapes: Mapping[str, Shape], predicted: Mapping[str, RequestTime], measured: Mapping[str, RequestTime]
-) -> str:
-    def says(name: str) -> str:
-        frac = measured.get(name, predicted[name]).prefill_frac
-        return f"{frac:.0%} of {shapes[name]}{'' if name in measured else ', predicted'}"
-
-    return f"Reading is {', '.join(map(says, shapes))}"
+def _reading(outcome: Outcome) -> str:
+    time, how = outcome.measured or outcome.predicted, "" if outcome.measured else ", predicted"
+    return f"{time.prefill_frac:.0%} of {outcome.shape}{how}"
 
 
-def _notes(
-    law: RequestLaw,
-    shapes: Mapping[str, Shape],
-    predicted: Mapping[str, RequestTime],
-    measured: Mapping[str, RequestTime],
-    longest: int,
-) -> list[str]:
+def _metrics(outcome: Outcome) -> dict[str, float]:
+    found = {"predicted_": outcome.predicted, "": outcome.measured}
+    return {
+        f"{how}{what}": value
+        for how, time in found.items()
+        if time is not None
+        for what, value in (("total_s", time.total_s), ("prefill_frac", time.prefill_frac))
+    }
+
+
+def _table(outcomes: Sequence[Outcome]) -> Rows:
+    def cells(time: RequestTime | None) -> list[str]:
+        return ["-", "-"] if time is None else [f"{time.total_s:.3g}", f"{time.prefill_frac:.0%}"]
+
+    heading = ["tokens", "predicted, s", "reading", "measured, s", "reading", "hardware floor, s", "reading"]
+    return [
+        heading,
+        *(
+            [str(one.shape), *cells(one.predicted), *cells(one.measured), *cells(one.floor)]
+            for one in outcomes
+        ),
+    ]
+
+
+def _notes(outcomes: Sequence[Outcome], law: RequestLaw, longest: int) -> list[str]:
     prefill = law.prefill
     notes = [
         f"predicted from a prompt's {1e3 * prefill.fixed_s:.3g} ms + {1e3 * prefill.linear_s:.3g} ms a token + "
@@ -136,93 +149,53 @@ def _notes(
         f"{1e3 * law.step_slope_ms:.3g} us a token of context"
     ]
     notes += [
-        f"{shape}: {shape.prompt_tokens / longest:.0f} times the longest prompt that was timed, so its prediction is "
-        f"an extrapolation, {prefill.quadratic_frac(shape.prompt_tokens):.0%} of its reading the quadratic part"
-        for shape in shapes.values()
-        if shape.prompt_tokens > longest
+        f"{one.shape}: {one.shape.prompt_tokens / longest:.3g} times the longest prompt that was timed, so its "
+        f"prediction goes beyond what was seen; {prefill.quadratic_frac(one.shape.prompt_tokens):.0%} of its "
+        "reading is the quadratic part"
+        for one in outcomes
+        if one.shape.prompt_tokens > longest
     ]
-    ratios = {name: predicted[name].total_s / request.total_s for name, request in measured.items()}
+    ratios = {one.shape: one.predicted.total_s / one.measured.total_s for one in outcomes if one.measured}
     if ratios:
-        off = [name for name, ratio in ratios.items() if abs(ratio - 1) > AGREES_FRAC]
-        notes.append(
-            f"predicted totals are {min(ratios.values()):.2f} to {max(ratios.values()):.2f} of measured ones: "
-            + (f"off by more than {AGREES_FRAC:.0%} for {', '.join(off)}" if off else "close everywhere")
-        )
+        off = [str(shape) for shape, ratio in ratios.items() if abs(ratio - 1) > AGREES_FRAC]
+        within = f"off by more than {AGREES_FRAC:.0%} for {', '.join(off)}" if off else "close everywhere"
+        spread = f"{min(ratios.values()):.2f} to {max(ratios.values()):.2f}"
+        notes.append(f"predicted totals are {spread} of measured ones: {within}")
     return notes
-
-
-def _table(
-    shapes: Mapping[str, Shape],
-    predicted: Mapping[str, RequestTime],
-    measured: Mapping[str, RequestTime],
-    floors: Mapping[str, RequestTime],
-) -> Rows:
-    columns = {"predicted": predicted, "measured": measured, "hardware floor": floors}
-    heading = ["tokens", *(f"{name}: {what}" for name in columns for what in ("total, s", "reading"))]
-    return [
-        heading,
-        *(
-            [
-                str(shape),
-                *(
-                    cell
-                    for times in columns.values()
-                    for cell in (
-                        (f"{times[name].total_s:.3g}", f"{times[name].prefill_frac:.0%}")
-                        if name in times
-                        else ("-", "-")
-                    )
-                ),
-            ]
-            for name, shape in shapes.items()
-        ),
-    ]
 
 
 def _figures(
     headline: str,
-    shapes: Mapping[str, Shape],
-    predicted: Mapping[str, RequestTime],
-    measured: Mapping[str, RequestTime],
+    outcomes: Sequence[Outcome],
     law: RequestLaw,
     reads: Mapping[int, Timing],
     steps: Mapping[int, Timing],
 ) -> dict[str, Figure | None]:
     bars = [
         ShareBar(
-            f"{shape}\n{'predicted' if times is predicted else 'measured'}",
-            {"reading": times[name].prefill_s, "writing": times[name].decode_s},
-            f"{times[name].total_s:.3g} s",
-            is_theory=times is predicted,
+            f"{one.shape}\n{how}",
+            {"reading": time.prefill_s, "writing": time.decode_s},
+            f"{time.total_s:.3g} s",
+            is_theory=time is one.predicted,
         )
-        for name, shape in shapes.items()
-        for times in (predicted, measured)
-        if name in times
+        for one in outcomes
+        for how, time in (("predicted", one.predicted), ("measured", one.measured))
+        if time is not None
     ]
-    longest = max(shapes.values(), key=lambda shape: shape.prompt_tokens).prompt_tokens
-    prefill = Panel(
-        [
-            Line("measured", [(tokens, timing.median_ms) for tokens, timing in reads.items()]),
-            _fitted(reads, longest, lambda tokens: 1e3 * law.prefill.seconds(tokens)),
-        ],
-        "tokens of the prompt",
-        "time to read it, ms",
-    )
-    step = Panel(
-        [
-            Line("measured", [(context, timing.median_ms) for context, timing in steps.items()]),
-            _fitted(steps, longest, law.step_ms),
-        ],
-        "tokens of context",
-        "time of a step behind them, ms",
-    )
+    longest = max(one.shape.prompt_tokens for one in outcomes)
+    fitted_prefill = _fitted(reads, longest, lambda tokens: 1e3 * law.prefill.seconds(tokens))
+    fitted_step = _fitted(steps, longest, law.step_ms)
     law_title = (
         f"Reading {longest:,} tokens is predicted to take {law.prefill.seconds(longest):.3g} s, "
         f"a step behind them {law.step_ms(longest):.3g} ms"
     )
+    panels = [
+        Panel([measured_line(reads), fitted_prefill], "tokens of the prompt", "time to read it, ms"),
+        Panel([measured_line(steps), fitted_step], "tokens of context", "time of a step behind them, ms"),
+    ]
     return {
         "workload_shapes.png": shares(bars, headline, "share of the request's time, %"),
-        "request_law.png": curves([prefill, step], law_title),
+        "request_law.png": curves(panels, law_title),
     }
 
 
