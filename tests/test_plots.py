@@ -18,8 +18,11 @@ from matplotlib.text import Text
 from toy_traces import step, trace
 
 from experiments.plots.acceptance import acceptance
+from experiments.plots.curves import MOST_MARKERS, Mark, Panel, curves
+from experiments.plots.curves import Line as Curve
 from experiments.plots.intervals import IntervalRow, intervals, ticks
 from experiments.plots.roofline import roofline
+from experiments.plots.shares import ShareBar, shares
 from experiments.plots.step_gaps import running_median, step_gaps
 from experiments.plots.style import lighter, png, wrap
 from experiments.plots.timeline import COLOURS, request_timeline
@@ -90,6 +93,90 @@ def legend_texts(figure: Figure) -> list[str]:
     return [
         text.get_text() for item in figure.legends for text in item.get_texts() if isinstance(item, Legend)
     ]
+
+
+# Curves
+
+
+def test_theory_is_dashed_and_has_no_markers_and_named_points_are_named() -> None:
+    measured = Curve("measured", [(1, 10), (2, 20), (4, 25)], names=["one", "two", "four"])
+    theory = Curve("theory", [(1, 5), (4, 6)], is_theory=True)
+    panel = Panel([measured, theory], "rows", "time, ms", log_x=False, log_y=False, marks=[Mark("", (2, 20))])
+    figure = curves([panel], "Rows cost time")
+    axes = axes_of(figure)
+    solid, dashed = axes.lines[:2]
+    assert (xs(solid), ys(solid)) == ([1, 2, 4], [10, 20, 25])
+    assert (solid.get_linestyle(), solid.get_marker()) == ("-", "o")
+    assert dashed.get_linestyle() == "--"
+    assert dashed.get_marker() in ("", "None", None)
+    assert [text.get_text() for text in axes.texts if text.get_text()] == ["one", "two", "four"]
+    assert_legible(figure)
+
+
+def test_names_beside_a_falling_curve_are_to_its_right() -> None:
+    def side(ys: Sequence[float]) -> str:
+        line = Curve("measured", list(enumerate(ys, 1)), names=["a"] * len(ys))
+        return axes_of(curves([Panel([line], "x", "y")], "t")).texts[0].get_horizontalalignment()
+
+    assert (side([1, 2, 3]), side([3, 2, 1])) == ("right", "left")
+
+
+@pytest.mark.parametrize(("count", "marker"), [(MOST_MARKERS, "o"), (MOST_MARKERS + 1, "None")])
+def test_many_points_have_no_markers(count: int, marker: str) -> None:
+    line = Curve("measured", [(x, 1.0) for x in range(1, count + 1)])
+    (drawn,) = axes_of(curves([Panel([line], "x", "y")], "t")).lines
+    assert (drawn.get_marker() or "None") == marker
+
+
+def test_ticks_are_measured_points_with_room_between_them_and_where_theory_ends() -> None:
+    measured = Curve("measured", [(2.0**power, 1.0) for power in range(5, 12)])
+    theory = Curve("fitted", [(32, 1.0), (100_000, 900.0)], is_theory=True)
+    figure = curves([Panel([measured, theory], "tokens", "ms")] * 2, "Far beyond")
+    assert figure is not None
+    assert list(figure.axes[0].get_xticks()) == [32, 128, 512, 2048, 100_000]
+    assert_legible(figure)
+    near = curves([Panel([measured], "tokens", "ms")], "All of them")
+    assert list(axes_of(near).get_xticks()) == [32, 64, 128, 256, 512, 1024, 2048]
+
+
+def test_a_y_axis_over_many_decades_has_powers_of_ten_only() -> None:
+    def labelled(most: float) -> set[float]:
+        figure = curves([Panel([Curve("measured", [(1, 1), (2, most)])], "x", "y")], "t")
+        low, high = axes_of(figure).get_ylim()
+        return {tick for tick in axes_of(figure).get_yticks() if low <= tick <= high}
+
+    assert labelled(1e5) == {1, 10, 100, 1e3, 1e4, 1e5}
+    assert {2, 5, 20} <= labelled(100)
+
+
+def test_curves_without_a_point_are_no_figure() -> None:
+    assert curves([Panel([Curve("measured", [])], "x", "y")], "t") is None
+
+
+# Shares
+
+
+def test_bars_are_divided_by_share_and_what_is_predicted_is_dashed() -> None:
+    bars = [
+        ShareBar("chat\npredicted", {"reading": 1, "writing": 3}, "4 s", is_theory=True),
+        ShareBar("chat\nmeasured", {"reading": 0.25, "writing": 4.75}, "5 s"),
+    ]
+    figure = shares(bars, "Chat writes", "share, %")
+    axes = axes_of(figure)
+    assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [  # type: ignore[attr-defined]
+        (0, 25),
+        (25, 75),
+        (0, 5),
+        (5, 95),
+    ]
+    assert [bar.get_linestyle() for bar in axes.patches] == ["--", "--", "-", "-"]
+    # A share without room is not written; totals stand behind the bars.
+    assert [text.get_text() for text in axes.texts] == ["25 %", "75 %", "4 s", "95 %", "5 s"]
+    assert_legible(figure)
+
+
+def test_no_bars_are_no_figure() -> None:
+    assert shares([], "t", "share, %") is None
 
 
 # Timeline

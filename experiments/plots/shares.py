@@ -54,8 +54,15 @@ def shares(bars: Sequence[ShareBar], title: str, x_label: str) -> Figure | None:
             )
             if width >= LEAST_LABELLED_PCT:
                 text_colour = style.DARK if bar.is_theory else "white"
+                middle = left + width / 2
                 axes.text(
-                    left + width / 2, row, f"{width:.0f} %", ha="center", va="center", color=text_colour
+                    middle,
+                    row,
+                    f"{width:.0f} %",
+                    ha="center",
+                    va="center",
+                    color=text_colour,
+                    size=style.FONT_PT,
                 )
             left += width
         axes.text(101, row, bar.total, va="center", fontsize=style.FONT_PT, color=style.DARK)
