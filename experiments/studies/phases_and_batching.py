@@ -18,6 +18,11 @@ from experiments.plots.curves import Line, Panel, curves
 
 # A batch that brings less than this in tokens a second brings nothing: times vary by as much.
 NO_GAIN = 1.25
+LABELS = {
+    "prefill": "prefill, row by row",
+    "prefill_joint": "prefill, in one joint pass",
+    "decode": "decode",
+}
 
 
 @dataclass(frozen=True)
@@ -69,21 +74,21 @@ class PhasesAndBatchingOptions(ArticleOptions):
             headline,
             curves={
                 "curve_batch/step_ms": [(batch, at.step.median_ms) for batch, at in found.items()],
-                "curve_batch/tok_s": [(batch, at.step_tok_s) for batch, at in found.items()],
+                "curve_batch/tok_s": _rates(found)["decode"],
                 "curve_batch/prefill_ms": [(batch, at.each.median_ms) for batch, at in found.items()],
-                "curve_batch/prefill_tok_s": [(batch, at.each_tok_s) for batch, at in found.items()],
-                "curve_batch/prefill_joint_tok_s": [(batch, at.joint_tok_s) for batch, at in found.items()],
+                "curve_batch/prefill_tok_s": _rates(found)["prefill"],
+                "curve_batch/prefill_joint_tok_s": _rates(found)["prefill_joint"],
             },
-            metrics={f"curve_batch/{phase}_gain": gain for phase, gain in gains.items()},
+            metrics={f"phases/{phase}_gain": gain for phase, gain in gains.items()},
             tables={"Tokens a second of all rows": _table(found, reading, writing)},
             figures=_figures(headline, found, reading, writing),
             notes=[
                 "prompts are read row by row here, each in a pass of its own: a batch of prompts takes as long as the "
                 "prompts one after the other, whatever the machine could do",
-                f"so the same prompts were also read in one joint pass: {gains['prefill_joint']:.2f} times the tokens "
-                f"a second of one row; where that is near 1, the {self.prompt_tokens} tokens of one prompt already "
-                "keep the arithmetic busy, and reading row by row loses nothing",
-                agreement({batch: at.step for batch, at in found.items()}, writing) + " (decode steps)",
+                f"so the same prompts were also read in one joint pass: {gains['prefill_joint']:.2f} times the "
+                f"tokens a second of {min(found)}; where that is near 1, the {self.prompt_tokens} tokens of one prompt "
+                "already keep the arithmetic busy, and reading row by row loses nothing",
+                f"decode steps: {agreement({batch: at.step for batch, at in found.items()}, writing)}",
             ],
             limits=missing,
         )
@@ -109,14 +114,18 @@ def measure_phases(lab: Lab, rows: int, prompt_tokens: int) -> Phases:
     return Phases(rows, prompt_tokens, each, together, lab.pass_on(runner, 1))
 
 
-def _gains(found: Mapping[int, Phases]) -> dict[str, float]:
-    """The best rate of any batch over that of the smallest, by phase."""
-    first = found[min(found)]
+def _rates(found: Mapping[int, Phases]) -> dict[str, list[tuple[int, float]]]:
+    """Tokens a second of all rows by batch, for each way of reading and for writing."""
     return {
-        "prefill": max(at.each_tok_s for at in found.values()) / first.each_tok_s,
-        "prefill_joint": max(at.joint_tok_s for at in found.values()) / first.each_tok_s,
-        "decode": max(at.step_tok_s for at in found.values()) / first.step_tok_s,
+        "prefill": [(batch, at.each_tok_s) for batch, at in found.items()],
+        "prefill_joint": [(batch, at.joint_tok_s) for batch, at in found.items()],
+        "decode": [(batch, at.step_tok_s) for batch, at in found.items()],
     }
+
+
+def _gains(found: Mapping[int, Phases]) -> dict[str, float]:
+    """The rate of the largest batch over that of the smallest, by phase."""
+    return {phase: points[-1][1] / points[0][1] for phase, points in _rates(found).items()}
 
 
 def _headline(found: Mapping[int, Phases]) -> str:
@@ -160,33 +169,24 @@ def _table(found: Mapping[int, Phases], reading: Mapping[int, Floors], writing: 
 def _figures(
     headline: str, found: Mapping[int, Phases], reading: Mapping[int, Floors], writing: Mapping[int, Floors]
 ) -> dict[str, Figure | None]:
-    first = found[min(found)]
-    rates = {
-        "prefill, row by row": [(batch, at.each_tok_s) for batch, at in found.items()],
-        "prefill, in one joint pass": [(batch, at.joint_tok_s) for batch, at in found.items()],
-        "decode": [(batch, at.step_tok_s) for batch, at in found.items()],
-    }
+    first = min(found)
+    prompt_tokens = found[first].prompt_tokens
     floors = {
         "prefill at the hardware floor": [
-            (batch, 1e3 * batch * first.prompt_tokens / floor.hardware_ms) for batch, floor in reading.items()
+            (batch, 1e3 * batch * prompt_tokens / floor.hardware_ms) for batch, floor in reading.items()
         ],
         "decode at the hardware floor": [
             (batch, 1e3 * batch / floor.hardware_ms) for batch, floor in writing.items()
         ],
     }
+    rates = {LABELS[phase]: points for phase, points in _rates(found).items()}
     absolute = [Line(label, points) for label, points in rates.items()]
     absolute += [Line(label, points, is_theory=True) for label, points in floors.items()]
-    starts = {
-        "prefill, row by row": first.each_tok_s,
-        "prefill, in one joint pass": first.each_tok_s,
-        "decode": first.step_tok_s,
-    }
     relative = [
-        Line(label, [(batch, rate / starts[label]) for batch, rate in points])
+        Line(label, [(batch, rate / points[0][1]) for batch, rate in points])
         for label, points in rates.items()
     ]
-    proportional = [(batch, batch / first.rows) for batch in found]
-    relative.append(Line("if rows cost nothing", proportional, is_theory=True))
+    relative.append(Line("if rows cost nothing", [(batch, batch / first) for batch in found], is_theory=True))
     return {
         "phases_and_batching.png": curves(
             [
@@ -194,7 +194,7 @@ def _figures(
                 Panel(
                     relative,
                     "rows of the batch",
-                    f"tokens per second, over those of {first.rows}",
+                    f"tokens per second, over those of {first}",
                 ),
             ],
             headline,

@@ -49,7 +49,7 @@ class ReadVsWriteOptions(ArticleOptions):
             limits[f"write {self.new_tokens}"] = BEYOND_CONTEXT
         decoded = decode_steps(lab, 1, behind, new_tokens + 1)
         found = Comparison(most, reads[most], written(decoded.steps))
-        floors = {tokens: lab.floors(1, tokens, 0) for tokens in reads}
+        floors = {tokens: lab.floors(1, tokens, 0, kernels=tokens == most) for tokens in reads}
         step_floor = lab.floors(1, 1, behind + found.num_written // 2, kernels=True)
         return Findings(
             found.headline,
@@ -73,7 +73,7 @@ class ReadVsWriteOptions(ArticleOptions):
                 "the articles: 27 ms against 5.2 s, about 190 times; rates 19 and 147 times apart elsewhere",
                 "reading was repeated, over random tokens and by the target alone; writing is every step once, as the "
                 f"strategy decodes, behind {behind} tokens of real text",
-                agreement({1: decoded.timing}, {1: step_floor}) + " (of the step at the middle)",
+                f"a step at the middle: {agreement({1: decoded.timing}, {1: step_floor})}",
             ],
             limits=limits,
         )
@@ -192,6 +192,5 @@ def _figures(
         "output position",
         "time of one step, ms",
         log_x=False,
-        log_y=False,
     )
     return {"read_vs_write.png": curves([time, step], found.headline)}
