@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from experiments import theory
 from experiments.articles.findings import Findings, Rows
 from experiments.articles.floor_lines import AGREES_FRAC, measured_line
-from experiments.articles.lab import Lab, LimitError, along
+from experiments.articles.lab import BEYOND_CONTEXT, Lab, LimitError, along
 from experiments.articles.request_law import LEAST_LENGTHS, RequestLaw, Shape
 from experiments.articles.steps import decode_steps
 from experiments.articles.study import ArticleOptions
@@ -70,7 +70,7 @@ class WorkloadShapesOptions(ArticleOptions):
         missing |= more
         law = RequestLaw.fitted(reads, steps)
         outcomes = [self._outcome(lab, Shape(name, *getattr(self, name)), law, missing) for name in SHAPES]
-        headline = f"Reading is {', '.join(map(_reading, outcomes))}"
+        headline = f"Reading takes, of a request's time, {', '.join(map(_reading, outcomes))}"
         return Findings(
             headline,
             curves={
@@ -101,9 +101,11 @@ class WorkloadShapesOptions(ArticleOptions):
 
     def _measured(self, lab: Lab, shape: Shape, predicted: RequestTime) -> RequestTime:
         """Medians of whole requests, after one that is not counted. Raises LimitError."""
+        if shape.prompt_tokens + shape.new_tokens > lab.context:
+            raise LimitError(BEYOND_CONTEXT)
         if predicted.total_s > self.most_seconds:
             raise LimitError(
-                f"predicted to take {predicted.total_s:.3g} s, experiment.most_seconds is {self.most_seconds:g}"
+                f"predicted to take {seconds(predicted.total_s)}, experiment.most_seconds is {self.most_seconds:g}"
             )
         runs = [decode_steps(lab, 1, shape.prompt_tokens, shape.new_tokens) for _ in range(self.repeats + 1)]
         return RequestTime(
@@ -113,8 +115,8 @@ class WorkloadShapesOptions(ArticleOptions):
 
 
 def _reading(outcome: Outcome) -> str:
-    time, how = outcome.measured or outcome.predicted, "" if outcome.measured else ", predicted"
-    return f"{time.prefill_frac:.0%} of {outcome.shape}{how}"
+    time, how = outcome.measured or outcome.predicted, "" if outcome.measured else " (predicted)"
+    return f"{time.prefill_frac:.0%} for {outcome.shape.name}{how}"
 
 
 def _metrics(outcome: Outcome) -> dict[str, float]:
@@ -129,9 +131,9 @@ def _metrics(outcome: Outcome) -> dict[str, float]:
 
 def _table(outcomes: Sequence[Outcome]) -> Rows:
     def cells(time: RequestTime | None) -> list[str]:
-        return ["-", "-"] if time is None else [f"{time.total_s:.3g}", f"{time.prefill_frac:.0%}"]
+        return ["-", "-"] if time is None else [seconds(time.total_s), f"{time.prefill_frac:.0%}"]
 
-    heading = ["tokens", "predicted, s", "reading", "measured, s", "reading", "hardware floor, s", "reading"]
+    heading = ["tokens", "predicted", "reading", "measured", "reading", "hardware floor", "reading"]
     return [
         heading,
         *(
@@ -175,7 +177,7 @@ def _figures(
         ShareBar(
             f"{one.shape}\n{how}",
             {"reading": time.prefill_s, "writing": time.decode_s},
-            f"{time.total_s:.3g} s",
+            seconds(time.total_s),
             is_theory=time is one.predicted,
         )
         for one in outcomes
@@ -186,7 +188,7 @@ def _figures(
     fitted_prefill = _fitted(reads, longest, lambda tokens: 1e3 * law.prefill.seconds(tokens))
     fitted_step = _fitted(steps, longest, law.step_ms)
     law_title = (
-        f"Reading {longest:,} tokens is predicted to take {law.prefill.seconds(longest):.3g} s, "
+        f"Reading {longest:,} tokens is predicted to take {seconds(law.prefill.seconds(longest))}, "
         f"a step behind them {law.step_ms(longest):.3g} ms"
     )
     panels = [
@@ -197,6 +199,11 @@ def _figures(
         "workload_shapes.png": shares(bars, headline, "share of the request's time, %"),
         "request_law.png": curves(panels, law_title),
     }
+
+
+def seconds(value: float) -> str:
+    """Three digits, or all of the whole ones."""
+    return f"{value:,.0f} s" if value >= 100 else f"{value:.3g} s"
 
 
 def _fitted(measured: Mapping[int, Timing], longest: int, law_ms: Callable[[float], float]) -> Line:
