@@ -143,7 +143,7 @@ def _table(found: Comparison, read_floor: Floors, step_floor: Floors) -> Rows:
     rates = found.read.per(found.read_tokens), 1e3 * found.num_written / found.write_ms
     floor_rates = found.read_tokens / read_s, found.num_written / write_s
     return [
-        ["", "measured", *FLOOR_HEADING, "articles"],
+        ["", "measured", *FLOOR_HEADING, "articles (512 tokens)"],
         [f"{found.read_tokens} tokens read, ms", str(found.read), *floor_cells(read_floor), "27"],
         [f"{found.num_written} tokens written, ms", f"{found.write_ms:.0f}", *written_floor, "5200"],
         ["writing / reading", f"{found.ratio:.3g}", f"{write_s / read_s:.3g}", "-", "about 190"],
