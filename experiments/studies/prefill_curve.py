@@ -1,0 +1,193 @@
+"""Reading longer and longer prompts: the linear part, attention's quadratic part, and where reading is fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from matplotlib.figure import Figure
+
+from experiments.articles.findings import Findings, Rows
+from experiments.articles.floor_lines import (
+    AGREES_FRAC,
+    FLOOR_HEADING,
+    agreement,
+    floor_cells,
+    floor_lines,
+    measured_line,
+)
+from experiments.articles.lab import Floors, Lab, along
+from experiments.articles.study import ArticleOptions
+from experiments.articles.timing import Timing
+from experiments.config import check
+from experiments.plots.curves import Line, Panel, curves
+from experiments.roofline import mfu_frac
+from experiments.theory import PrefillCurve, fit_prefill, prefill_curve
+
+FULL_RANGE = "experiment.tokens=[16,32,64,128,256,512,1024,2048,4096,8192]"
+# A rate this much below that of the next shorter prompt is more than its spread.
+DIP_FRAC = 0.05
+
+
+@dataclass
+class PrefillCurveOptions(ArticleOptions):
+    """`tokens`: lengths of prompts, each read in one pass."""
+
+    title: ClassVar[str] = "Reading longer and longer prompts"
+
+    tokens: list[int] = field(default_factory=lambda: [16, 32, 64, 128, 256, 512, 1024, 2048])
+
+    def __post_init__(self) -> None:
+        is_right = bool(self.tokens) and min(self.tokens) >= 1
+        check(is_right, "experiment.tokens", self.tokens, "numbers of at least 1")
+
+    def measure(self, lab: Lab) -> Findings:
+        found, limits = along(self.tokens, "prompt", lab.prefill)
+        floors, _ = along(list(found), "prompt", lambda tokens: lab.floors(1, tokens, 0, kernels=True))
+        mfu = {tokens: _mfu(lab, tokens, timing) for tokens, timing in found.items()}
+        fit, counted = fitted(found), prefill_curve(lab.cost, lab.ceilings)
+        title = headline(found, fit)
+        return Findings(
+            title,
+            curves={
+                "curve_prefill/ms": [(tokens, timing.median_ms) for tokens, timing in found.items()],
+                "curve_prefill/tok_s": list(rates(found).items()),
+            },
+            metrics=_metrics(fit, max(found)),
+            tables={"Reading a prompt": _table(found, floors, mfu, fit, counted)},
+            figures=_figures(title, found, floors, fit),
+            notes=[
+                *_fit_notes(found, fit),
+                *[
+                    f"a dip: {tokens:,} tokens are read at {rates(found)[tokens]:,.0f} tok/s, fewer are faster"
+                    for tokens in dips(found)
+                ],
+                agreement(found, floors),
+                *_range_notes(lab, self.tokens),
+            ],
+            limits=limits,
+        )
+
+
+def rates(found: Mapping[int, Timing]) -> dict[int, float]:
+    """Tokens per second by prompt length."""
+    return {tokens: timing.per(tokens) for tokens, timing in found.items()}
+
+
+def dips(found: Mapping[int, Timing]) -> list[int]:
+    """Lengths that are read clearly more slowly, token for token, than the next shorter one."""
+    pairs = list(rates(found).items())
+    return [
+        tokens
+        for (_, before), (tokens, rate) in zip(pairs, pairs[1:], strict=False)
+        if rate < before * (1 - DIP_FRAC)
+    ]
+
+
+def fitted(found: Mapping[int, Timing]) -> PrefillCurve | None:
+    """None for fewer than three lengths, of which a fit would say nothing."""
+    if len(found) < 3:
+        return None
+    return fit_prefill(list(found), [timing.median_ms / 1e3 for timing in found.values()])
+
+
+def headline(found: Mapping[int, Timing], fit: PrefillCurve | None) -> str:
+    speed, longest = rates(found), max(found)
+    best = max(speed, key=lambda tokens: speed[tokens])
+    text = f"Prompts of {best:,} tokens are read fastest, at {speed[best]:,.0f} tokens a second"
+    if best != longest:
+        text += f"; those of {longest:,} at {speed[longest] / speed[best]:.0%} of that"
+    if fit is None:
+        return text
+    return f"{text}; the quadratic part takes {fit.quadratic_frac(longest):.0%} of {longest:,} tokens' time"
+
+
+def _mfu(lab: Lab, tokens: int, timing: Timing) -> float:
+    event = lab.event(1, tokens, 0, end_s=timing.median_ms / 1e3)
+    return mfu_frac([event], lab.cost_at(tokens), lab.ceilings) or 0.0
+
+
+def _metrics(fit: PrefillCurve | None, longest: int) -> dict[str, float | None]:
+    if fit is None:
+        return {}
+    return {
+        "curve_prefill/fit_fixed_ms": 1e3 * fit.fixed_s,
+        "curve_prefill/fit_linear_ms": 1e3 * fit.linear_s,
+        "curve_prefill/fit_quadratic_ms": 1e3 * fit.quadratic_s,
+        "curve_prefill/quadratic_frac": fit.quadratic_frac(longest),
+    }
+
+
+def _fit_notes(found: Mapping[int, Timing], fit: PrefillCurve | None) -> list[str]:
+    if fit is None:
+        return ["linear and quadratic part need at least three lengths"]
+    text = (
+        f"n tokens take {1e3 * fit.fixed_s:.1f} ms + {1e3 * fit.linear_s:.3g} ms x n + {1e6 * fit.quadratic_s:.2g} us "
+        "x n^2 (least squares of relative errors, no part negative)"
+    )
+    if fit.quadratic_s and fit.linear_s:
+        text += f"; both parts would be equal at {fit.equal_tokens:,.0f} tokens"
+    off = [
+        f"{tokens:,}"
+        for tokens, timing in found.items()
+        if abs(1e3 * fit.seconds(tokens) / timing.median_ms - 1) > AGREES_FRAC
+    ]
+    return [text, *([f"the fit is off by more than {AGREES_FRAC:.0%} at {', '.join(off)}"] if off else [])]
+
+
+def _range_notes(lab: Lab, tokens: list[int]) -> list[str]:
+    if max(tokens) >= min(8192, lab.context):
+        return []
+    return [f"longer prompts take their time: all that the articles read are {FULL_RANGE}"]
+
+
+def _table(
+    found: Mapping[int, Timing],
+    floors: Mapping[int, Floors],
+    mfu: Mapping[int, float],
+    fit: PrefillCurve | None,
+    counted: PrefillCurve,
+) -> Rows:
+    heading = [
+        "tokens",
+        "reading, ms [quartiles]",
+        "first, ms",
+        "tok/s",
+        "MFU",
+        "quadratic part, fitted",
+        "quadratic part, counted",
+        *FLOOR_HEADING,
+    ]
+    return [
+        heading,
+        *(
+            [
+                f"{tokens:,}",
+                str(timing),
+                f"{timing.first_ms:.1f}",
+                f"{timing.per(tokens):,.0f}",
+                f"{mfu[tokens]:.0%}",
+                "-" if fit is None else f"{fit.quadratic_frac(tokens):.1%}",
+                f"{counted.quadratic_frac(tokens):.1%}",
+                *floor_cells(floors.get(tokens)),
+            ]
+            for tokens, timing in found.items()
+        ),
+    ]
+
+
+def _figures(
+    title: str, found: Mapping[int, Timing], floors: Mapping[int, Floors], fit: PrefillCurve | None
+) -> dict[str, Figure | None]:
+    theory = floor_lines(floors)
+    if fit is not None:
+        points = [(tokens, 1e3 * fit.seconds(tokens)) for tokens in found]
+        theory.append(Line("fixed + linear + quadratic part, fitted", points, is_theory=True))
+    time = Panel([measured_line(found), *theory], "tokens of the prompt", "time to read it, ms")
+    # Tokens per second, of the same lines.
+    speed = [Line("measured", list(rates(found).items()))] + [
+        Line(line.label, [(tokens, 1e3 * tokens / ms) for tokens, ms in line.points], is_theory=True)
+        for line in theory
+    ]
+    return {"prefill_curve.png": curves([time, Panel(speed, "tokens of the prompt", "tokens per second")], title)}
