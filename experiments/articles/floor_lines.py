@@ -45,14 +45,19 @@ def floor_cells(floor: Floors | None) -> list[str]:
 
 def agreement(timings: Mapping[int, Timing], floors: Mapping[int, Floors]) -> str:
     """How far the kernels' prediction is from what was measured, and where it is off by more than a quarter."""
-    ratios = {
-        step: floor.kernels_ms / timings[step].median_ms
-        for step, floor in floors.items()
-        if floor.kernels_ms is not None and step in timings
-    }
-    if not ratios:
+    predicted = {step: floor.kernels_ms for step, floor in floors.items() if floor.kernels_ms is not None}
+    beside = shares_of_measured(predicted, timings)
+    if not beside:
         return "kernels were not timed alone"
+    return f"kernels timed alone on cold weights, with the overhead of a pass, predict {beside}"
+
+
+def shares_of_measured(predicted_ms: Mapping[int, float], timings: Mapping[int, Timing]) -> str:
+    """Predictions as shares of what was measured, and where they are off; empty where nothing has both."""
+    ratios = {step: ms / timings[step].median_ms for step, ms in predicted_ms.items() if step in timings}
+    if not ratios:
+        return ""
     spread = f"{min(ratios.values()):.2f} to {max(ratios.values()):.2f} of what was measured"
-    off = [str(step) for step, ratio in ratios.items() if abs(ratio - 1) > AGREES_FRAC]
+    off = [f"{step:,}" for step, ratio in ratios.items() if abs(ratio - 1) > AGREES_FRAC]
     within = f"off by more than {AGREES_FRAC:.0%} at {', '.join(off)}" if off else "close everywhere"
-    return f"kernels timed alone on cold weights, with the overhead of a pass, predict {spread}: {within}"
+    return f"{spread}: {within}"

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import ClassVar
 
 from matplotlib.figure import Figure
 
 from experiments.articles.findings import Findings, Rows
 from experiments.articles.floor_lines import (
-    AGREES_FRAC,
     FLOOR_HEADING,
     agreement,
     floor_cells,
     floor_lines,
     measured_line,
+    shares_of_measured,
 )
 from experiments.articles.lab import Floors, Lab, along
 from experiments.articles.study import ArticleOptions
@@ -77,10 +78,9 @@ def rates(found: Mapping[int, Timing]) -> dict[int, float]:
 
 def dips(found: Mapping[int, Timing]) -> list[int]:
     """Lengths that are read clearly more slowly, token for token, than the next shorter one."""
-    pairs = list(rates(found).items())
     return [
         tokens
-        for (_, before), (tokens, rate) in zip(pairs, pairs[1:], strict=False)
+        for (_, before), (tokens, rate) in pairwise(rates(found).items())
         if rate < before * (1 - DIP_FRAC)
     ]
 
@@ -128,12 +128,8 @@ def _fit_notes(found: Mapping[int, Timing], fit: PrefillCurve | None) -> list[st
     )
     if fit.quadratic_s and fit.linear_s:
         text += f"; both parts would be equal at {fit.equal_tokens:,.0f} tokens"
-    off = [
-        f"{tokens:,}"
-        for tokens, timing in found.items()
-        if abs(1e3 * fit.seconds(tokens) / timing.median_ms - 1) > AGREES_FRAC
-    ]
-    return [text, *([f"the fit is off by more than {AGREES_FRAC:.0%} at {', '.join(off)}"] if off else [])]
+    beside = shares_of_measured({tokens: 1e3 * fit.seconds(tokens) for tokens in found}, found)
+    return [text, f"the fit is {beside}"]
 
 
 def _range_notes(lab: Lab, tokens: list[int]) -> list[str]:
@@ -190,4 +186,6 @@ def _figures(
         Line(line.label, [(tokens, 1e3 * tokens / ms) for tokens, ms in line.points], is_theory=True)
         for line in theory
     ]
-    return {"prefill_curve.png": curves([time, Panel(speed, "tokens of the prompt", "tokens per second")], title)}
+    return {
+        "prefill_curve.png": curves([time, Panel(speed, "tokens of the prompt", "tokens per second")], title)
+    }
