@@ -86,9 +86,7 @@ class Lab:
 
     def runner(self, rows: int, capacity: int, prefill_chunk: int | None = None) -> ModelRunner:
         """The target with a cache of its own. Raises LimitError."""
-        if capacity > self.context:
-            raise LimitError(BEYOND_CONTEXT)
-        self._check_memory(rows, capacity)
+        self.check_fits(rows, capacity)
         with limits():
             return ModelRunner(
                 self.model, rows, capacity, prefill_chunk=prefill_chunk, make_store=self.arm.kv.build
@@ -104,9 +102,7 @@ class Lab:
 
         `stops`: texts end as the sampling says, by default at their length only.
         """
-        if capacity > self.context:
-            raise LimitError(BEYOND_CONTEXT)
-        self._check_memory(rows, capacity)
+        self.check_fits(rows, capacity)
         settings = replace(self.point.settings, num_slots=rows, capacity=capacity)
         if not stops:
             settings = replace(settings, stop_ids=frozenset(), stop_rule=StopTokens())
@@ -170,6 +166,17 @@ class Lab:
             wait(self.device)
         return runner
 
+    def read_on(self, runner: ModelRunner, context: int) -> None:
+        """Rows of equal length read random tokens until each holds `context`. Raises LimitError."""
+        rows = len(runner.lengths)
+        with limits(), torch.inference_mode():
+            while (held := runner.lengths[0]) < context:
+                count = min(PREFILL_CHUNK, context - held)
+                ids = [self.random_ids(count, held + row) for row in range(rows)]
+                runner.decode(torch.tensor(ids, device=self.device))
+                runner.commit([held + count] * rows)
+            wait(self.device)
+
     # --- theory
 
     @cached_property
@@ -218,8 +225,13 @@ class Lab:
         with limits(), torch.inference_mode():
             return kernel_times(runner, rows, tokens, context, last_only=not context)
 
-    def _check_memory(self, rows: int, capacity: int) -> None:
-        """Linux gives memory that it doesn't have, and ends the process that uses it: ask before."""
+    def check_fits(self, rows: int, capacity: int) -> None:
+        """Can a cache of that size be had? Raises LimitError.
+
+        Linux gives memory that it doesn't have, and ends the process that uses it: ask before.
+        """
+        if capacity > self.context:
+            raise LimitError(BEYOND_CONTEXT)
         if self.device.type == "cpu" and self.kv_bytes(rows, capacity) > self.free_bytes:
             raise LimitError(OUT_OF_MEMORY)
 
