@@ -248,7 +248,7 @@ def _forget_resident() -> bool:
 def _resident_mib() -> tuple[float, float]:
     """Resident memory of this process: the most it has been, and now without garbage."""
     gc.collect()
-    _return_freed_memory()
+    return_freed_memory()
     now_mib = psutil.Process().memory_info().rss / MIB
     return max(_most_resident_mib(), now_mib), now_mib
 
@@ -266,7 +266,7 @@ _RESIDENT = (_resident_mib, _most_resident_mib, _forget_resident)
 _CUDA = (_allocated_mib, _most_allocated_mib, _forget_allocated)
 
 
-def _return_freed_memory() -> None:
+def return_freed_memory() -> None:
     """glibc keeps freed memory for later: after a quantization most of the unquantized weights, so that 4-bit
     weights would look larger than those they were made of. (CUDA's figures leave out such memory too.)"""
     with suppress(OSError, AttributeError, TypeError):  # another C library, or another system
