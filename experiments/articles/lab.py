@@ -22,7 +22,7 @@ from experiments.articles.timing import Timing, repeated, wait
 from experiments.hardware import Hardware
 from experiments.kernel_times import KernelTimes, kernel_times
 from experiments.model_cost import model_cost
-from experiments.point import PreparedPoint
+from experiments.point import PreparedPoint, prepare
 from experiments.roofline import GIGA, Ceilings, ModelCost
 from experiments.strategy import Arm, build_decoder
 from experiments.trace import PassEvent
@@ -80,6 +80,13 @@ class Lab:
         options = {group: plugins.default_options(group, name) for group, name in parts.items()}
         lab = Lab(self.point, self.hardware)
         lab.arm = replace(self.arm, **options)
+        return lab
+
+    def in_dtype(self, name: str) -> Lab:
+        """The same laboratory in another dtype (its name), with models of its own. Raises what `prepare` does."""
+        point = prepare(replace(self.point.config, dtype=name))
+        lab = Lab(point, replace(self.hardware, dtype=point.pool.dtype))
+        lab.arm = self.arm
         return lab
 
     # --- what passes need
