@@ -29,6 +29,8 @@ DEFAULTS = ("strategy=baseline", "study=articles", "measure.aa=false", "fidelity
 SETTINGS = ("strategy", "weights", "kv", "model", "dtype", "device", "threads", "seed", "study", "plugin")
 DECODING = ("decoding", "drafter", "verifier", "draft_length", "sampling", "workload", "prefill_chunk")
 CEILINGS = "measure.ceilings"
+# In place of texts that nobody reads: these fit into any model's context.
+NO_TEXTS = ("workload=random", "workload.limit=1", "workload.prompt_tokens=1", "workload.max_new_tokens=1")
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,9 @@ class ArticleOptions(StudyOptions):
 
     def point(self, overrides: Sequence[str], loaded: LoadedModels | None = None) -> PreparedPoint:
         """The setting that the command line names. Raises ValueError for one that would be ignored."""
-        refuse_unused(
-            overrides, [*SETTINGS, *(DECODING if self.decodes else ()), *self.uses, CEILINGS], self.own_name
-        )
-        config = compose_run([*DEFAULTS, *overrides])
+        used = [*SETTINGS, *(DECODING if self.decodes else ()), *self.uses, CEILINGS]
+        refuse_unused(overrides, used, self.own_name)
+        config = compose_run([*DEFAULTS, *(() if "workload" in used else NO_TEXTS), *overrides])
         if config.drafter is not None and not self.decodes:
             raise ValueError(
                 f"strategy={config.strategy}: experiment={self.own_name} times passes of the target, in which "
