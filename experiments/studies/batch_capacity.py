@@ -43,8 +43,7 @@ class BatchCapacityOptions(ArticleOptions):
     def __post_init__(self) -> None:
         is_right = self.memory_gib is None or 0 < self.memory_gib < math.inf
         check(is_right, "experiment.memory_gib", self.memory_gib, "a number above 0, or null")
-        is_right = bool(self.tokens) and min(self.tokens) >= 2
-        check(is_right, "experiment.tokens", self.tokens, "numbers of at least 2")
+        self.check_at_least(tokens=2)
         for name in self.kv:
             plugins.default_options("kv", name)
 

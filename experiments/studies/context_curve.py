@@ -23,7 +23,6 @@ from experiments.articles.lab import Floors, Lab, along
 from experiments.articles.study import ArticleOptions
 from experiments.articles.timing import Timing
 from experiments.bench import MIB
-from experiments.config import check
 from experiments.known_models import KNOWN_MODELS
 from experiments.plots.curves import Line, Panel, curves
 from experiments.roofline import GIGA
@@ -45,8 +44,7 @@ class ContextCurveOptions(ArticleOptions):
     kv: list[str] = field(default_factory=lambda: ["dense", "kv_int8", "kv_int4"])
 
     def __post_init__(self) -> None:
-        is_right = bool(self.contexts) and min(self.contexts) >= 1
-        check(is_right, "experiment.contexts", self.contexts, "numbers of at least 1")
+        self.check_at_least(contexts=1)
         for name in self.kv:
             plugins.default_options("kv", name)
 

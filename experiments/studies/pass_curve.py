@@ -47,9 +47,7 @@ class PassCurveOptions(ArticleOptions):
     def __post_init__(self) -> None:
         is_right = bool(self.tokens) and min(self.tokens) == 1
         check(is_right, "experiment.tokens", self.tokens, "1, the plain step, and larger numbers")
-        check(self.context_tokens >= 1, "experiment.context_tokens", self.context_tokens, "at least 1")
-        is_right = bool(self.draft_costs) and min(self.draft_costs) >= 0
-        check(is_right, "experiment.draft_costs", self.draft_costs, "numbers of at least 0")
+        self.check_at_least(context_tokens=1, draft_costs=0)
 
     def measure(self, lab: Lab) -> Findings:
         found, limits = along(

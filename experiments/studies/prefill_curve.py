@@ -21,7 +21,6 @@ from experiments.articles.floor_lines import (
 from experiments.articles.lab import Floors, Lab, along
 from experiments.articles.study import ArticleOptions
 from experiments.articles.timing import Timing
-from experiments.config import check
 from experiments.plots.curves import Line, Panel, curves
 from experiments.roofline import mfu_frac
 from experiments.theory import PrefillCurve, fit_prefill, prefill_curve
@@ -40,8 +39,7 @@ class PrefillCurveOptions(ArticleOptions):
     tokens: list[int] = field(default_factory=lambda: [16, 32, 64, 128, 256, 512, 1024, 2048])
 
     def __post_init__(self) -> None:
-        is_right = bool(self.tokens) and min(self.tokens) >= 1
-        check(is_right, "experiment.tokens", self.tokens, "numbers of at least 1")
+        self.check_at_least(tokens=1)
 
     def measure(self, lab: Lab) -> Findings:
         found, limits = along(self.tokens, "prompt", lab.prefill)

@@ -38,7 +38,7 @@ class QuantizedDecodeOptions(ArticleOptions):
         known = [*WEIGHT_DTYPES, *plugins.known("weights")]
         is_right = bool(self.formats) and set(self.formats) <= set(known)
         check(is_right, "experiment.formats", self.formats, f"at least one of {', '.join(known)}")
-        check(self.context_tokens >= 1, "experiment.context_tokens", self.context_tokens, "at least 1")
+        self.check_at_least(context_tokens=1)
 
     def point(self, overrides: Sequence[str], loaded: LoadedModels | None = None) -> PreparedPoint:
         point = super().point(overrides, loaded)
