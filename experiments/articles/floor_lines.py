@@ -59,5 +59,5 @@ def shares_of_measured(predicted_ms: Mapping[int, float], timings: Mapping[int, 
         return ""
     spread = f"{min(ratios.values()):.2f} to {max(ratios.values()):.2f} of what was measured"
     off = [f"{step:,}" for step, ratio in ratios.items() if abs(ratio - 1) > AGREES_FRAC]
-    within = f"off by more than {AGREES_FRAC:.0%} at {', '.join(off)}" if off else "close everywhere"
-    return f"{spread}: {within}"
+    where = "everywhere" if len(off) == len(ratios) else f"at {', '.join(off)}"
+    return f"{spread}: {f'off by more than {AGREES_FRAC:.0%} {where}' if off else 'close everywhere'}"

@@ -56,8 +56,7 @@ class BatchCapacityOptions(ArticleOptions):
             store = lab if name == own else lab.varied(kv=name)
             found[name], missing = capacities(store, self.tokens, memory)
             limits |= {f"{name} {where}": why for where, why in missing.items()}
-        arithmetic = {tokens: rows_to_ridge(lab, tokens) for tokens in found[own]}
-        title = headline(found, own, memory, arithmetic)
+        title = headline(found, own, memory)
         heading = (
             f"Sequences in {memory.gib:g} GiB, of which the weights take {memory.weights_bytes / GIB:.2f}"
         )
@@ -67,8 +66,8 @@ class BatchCapacityOptions(ArticleOptions):
                 f"batch_capacity/sequences_n.{name}": by_tokens[typical(by_tokens)].sequences
                 for name, by_tokens in found.items()
             },
-            tables={heading: _table(found, arithmetic)},
-            figures=_figures(title, found, lab, memory, arithmetic),
+            tables={heading: _table(found)},
+            figures=_figures(title, found, lab, memory),
             notes=[
                 "predicted: (memory - weights) / what the store says a sequence takes, with scales and spare slots; so "
                 "many were allocated, written and counted, not one more",
@@ -104,11 +103,15 @@ class Memory:
 
 @dataclass(frozen=True)
 class Capacity:
-    """`predicted` sequences of `row_bytes` fit. As many took `resident_bytes` once written; None: not allocated."""
+    """`predicted` sequences of `row_bytes` fit. As many took `resident_bytes` once written; None: not allocated.
+
+    From `ridge_rows` of them on arithmetic, not memory, limits a step; infinite where it never does.
+    """
 
     predicted: int
     row_bytes: int
     room_bytes: int
+    ridge_rows: float = math.inf
     resident_bytes: int | None = None
 
     @property
@@ -130,7 +133,9 @@ def capacities(lab: Lab, tokens: Sequence[int], memory: Memory) -> tuple[dict[in
         if length > lab.context:
             raise LimitError(BEYOND_CONTEXT)
         row_bytes = lab.kv_bytes(1, length)
-        return Capacity(memory.room_bytes // row_bytes, row_bytes, memory.room_bytes)
+        return Capacity(
+            memory.room_bytes // row_bytes, row_bytes, memory.room_bytes, rows_to_ridge(lab, length)
+        )
 
     found, missing = along(tokens, "tokens", predict)
     for length, one in found.items():
@@ -155,9 +160,7 @@ def typical(by_tokens: Mapping[int, Capacity]) -> int:
     return sorted(by_tokens)[len(by_tokens) // 2]
 
 
-def headline(
-    found: Mapping[str, Mapping[int, Capacity]], own: str, memory: Memory, arithmetic: Mapping[int, float]
-) -> str:
+def headline(found: Mapping[str, Mapping[int, Capacity]], own: str, memory: Memory) -> str:
     tokens = typical(found[own])
     others = [
         f"{by_tokens[tokens].sequences:,} with {name}"
@@ -165,7 +168,7 @@ def headline(
         if name != own and tokens in by_tokens
     ]
     beside = f" ({', '.join(others)})" if others else ""
-    rows = arithmetic[tokens]
+    rows = found[own][tokens].ridge_rows
     limit = "at no batch" if math.isinf(rows) else f"from {math.ceil(rows):,} rows on"
     return (
         f"{found[own][tokens].sequences:,} sequences of {tokens:,} tokens fit into {memory.gib:g} GiB beside the "
@@ -187,7 +190,7 @@ def _off_notes(found: Mapping[str, Mapping[int, Capacity]]) -> list[str]:
     return [f"what was resident is not what the store says: {', '.join(off)}"]
 
 
-def _table(found: Mapping[str, Mapping[int, Capacity]], arithmetic: Mapping[int, float]) -> Rows:
+def _table(found: Mapping[str, Mapping[int, Capacity]]) -> Rows:
     heading = [
         "kv",
         "tokens of each",
@@ -209,7 +212,7 @@ def _table(found: Mapping[str, Mapping[int, Capacity]], arithmetic: Mapping[int,
                 "-" if one.resident_bytes is None else f"{one.resident_bytes / MIB:,.1f}",
                 f"{one.room_bytes / MIB:,.1f}",
                 f"{one.sequences:,}",
-                _rows(arithmetic.get(tokens)),
+                _rows(one.ridge_rows),
             ]
             for name, by_tokens in found.items()
             for tokens, one in by_tokens.items()
@@ -217,19 +220,14 @@ def _table(found: Mapping[str, Mapping[int, Capacity]], arithmetic: Mapping[int,
     ]
 
 
-def _rows(number: float | None) -> str:
-    if number is None:
-        return "-"
+def _rows(number: float) -> str:
     return "never" if math.isinf(number) else f"{math.ceil(number):,} rows"
 
 
 def _figures(
-    title: str,
-    found: Mapping[str, Mapping[int, Capacity]],
-    lab: Lab,
-    memory: Memory,
-    arithmetic: Mapping[int, float],
+    title: str, found: Mapping[str, Mapping[int, Capacity]], lab: Lab, memory: Memory
 ) -> dict[str, Figure | None]:
+    own = found[lab.arm.kv.name]
     measured = [
         Line(name, [(tokens, one.sequences) for tokens, one in by_tokens.items() if one.sequences])
         for name, by_tokens in found.items()
@@ -240,11 +238,11 @@ def _figures(
         token_bytes = kv_bytes_per_token(shape.num_layers, shape.num_kv_heads, shape.head_dim, bits / 8)
         fitting = {
             tokens: batch_capacity(memory.total_bytes, memory.weights_bytes, token_bytes, tokens)
-            for tokens in arithmetic
+            for tokens in own
         }
         points = [(tokens, rows) for tokens, rows in fitting.items() if rows]
         theory.append(Line(FORMULA.format(bits), points, is_theory=True))
-    ridge = [(tokens, rows) for tokens, rows in arithmetic.items() if not math.isinf(rows)]
-    theory.append(Line("arithmetic limits a step from here on", ridge, is_theory=True))
+    ridge = [(tokens, one.ridge_rows) for tokens, one in own.items() if not math.isinf(one.ridge_rows)]
+    theory.append(Line(f"rows from which arithmetic limits a step, {lab.arm.kv.name}", ridge, is_theory=True))
     panel = Panel([*measured, *theory], "tokens of each sequence", "sequences that fit")
     return {"batch_capacity.png": curves([panel], title)}

@@ -26,8 +26,9 @@ from experiments.bench import MIB
 from experiments.known_models import KNOWN_MODELS
 from experiments.plots.curves import Line, Panel, curves
 from experiments.roofline import GIGA
-from experiments.theory import equal_cache_tokens
+from experiments.theory import equal_cache_tokens, kv_bytes_per_token
 from quant.footprint import stored_bytes
+from specdec.hf_adapter import HFAdapter
 
 # What the articles say of an 8B model: bytes of a token, and the tokens whose cache equals the weights.
 ARTICLES_EQUAL = ["articles: 8B model, 16 bits", "131,072", "131,072 (128k)"]
@@ -50,7 +51,8 @@ class ContextCurveOptions(ArticleOptions):
 
     def measure(self, lab: Lab) -> Findings:
         own = lab.arm.kv.name
-        found, limits = {}, {}
+        found: dict[str, dict[int, ContextStep]] = {}
+        limits: dict[str, str] = {}
         for name in dict.fromkeys([own, *self.kv]):
             store = lab if name == own else lab.varied(kv=name)
             found[name], missing = steps_along(store, self.contexts)
@@ -78,9 +80,10 @@ class ContextCurveOptions(ArticleOptions):
                     found, weights_bytes
                 ),
             },
-            figures=_figures(title, found, own, floors, weights_bytes),
+            figures=_figures(title, found, lab, floors, weights_bytes),
             notes=[
                 _slope_note(timings, token_bytes / (GIGA * lab.ceilings.read_gb_s)),
+                _growth_note(timings, growths),
                 agreement(timings, floors),
                 *_range_notes(self.contexts, lab.context),
             ],
@@ -135,10 +138,22 @@ def _slope_note(timings: Mapping[int, Timing], token_s: float) -> str:
     )
 
 
+def _growth_note(timings: Mapping[int, Timing], growths: Mapping[int, CacheGrowth]) -> str:
+    longest = max(growths)
+    growth, step_ms = growths[longest], timings[longest].median_ms
+    return (
+        f"at {longest:,} tokens a cache that grows by concatenation would take {growth.growing.median_ms:.2f} ms for "
+        f"one more token, {growth.growing.median_ms / step_ms:.1%} of a step; one that was preallocated takes "
+        f"{growth.writing.median_ms:.2f} ms"
+    )
+
+
 def _range_notes(contexts: list[int], most: int) -> list[str]:
     if 2 * max(contexts) >= most:
         return []
-    return [f"the model holds {most:,} tokens: longer contexts are experiment.contexts=[...,{most - 1}]"]
+    return [
+        f"the model holds {most:,} tokens; this stops at {max(contexts):,}: experiment.contexts=[...,{most - 1}]"
+    ]
 
 
 def _curves(
@@ -228,7 +243,7 @@ def _equal_table(found: Mapping[str, Mapping[int, ContextStep]], weights_bytes: 
 def _figures(
     title: str,
     found: Mapping[str, Mapping[int, ContextStep]],
-    own: str,
+    lab: Lab,
     floors: Mapping[int, Floors],
     weights_bytes: int,
 ) -> dict[str, Figure | None]:
@@ -240,8 +255,20 @@ def _figures(
         Line(store, [(context, step.kv_bytes / MIB) for context, step in steps.items()])
         for store, steps in found.items()
     ]
-    weights = Line("the weights", [(context, weights_bytes / MIB) for context in found[own]], is_theory=True)
+    contexts = list(found[lab.arm.kv.name])
+    shape = HFAdapter(lab.model).cache_shape(1, 1)
+    by_formula = kv_bytes_per_token(
+        shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.dtype.itemsize
+    )
+    theory = [
+        Line(
+            "2 x layers x heads x head size x bytes of a value",
+            [(context, context * by_formula / MIB) for context in contexts],
+            is_theory=True,
+        ),
+        Line("the weights", [(context, weights_bytes / MIB) for context in contexts], is_theory=True),
+    ]
     context = "tokens in the cache"
     step = Panel([*times, *floor_lines(floors)], context, "time of a step, ms")
-    size = Panel([*sizes, weights], context, "keys and values, MiB")
+    size = Panel([*sizes, *theory], context, "keys and values, MiB")
     return {"context_curve.png": curves([step, size], title)}

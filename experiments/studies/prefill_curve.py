@@ -58,10 +58,7 @@ class PrefillCurveOptions(ArticleOptions):
             figures=_figures(title, found, floors, fit),
             notes=[
                 *_fit_notes(found, fit),
-                *[
-                    f"a dip: {tokens:,} tokens are read at {rates(found)[tokens]:,.0f} tok/s, fewer are faster"
-                    for tokens in dips(found)
-                ],
+                *_dip_notes(found),
                 agreement(found, floors),
                 *_range_notes(lab, self.tokens),
             ],
@@ -130,10 +127,19 @@ def _fit_notes(found: Mapping[int, Timing], fit: PrefillCurve | None) -> list[st
     return [text, f"the fit is {beside}"]
 
 
+def _dip_notes(found: Mapping[int, Timing]) -> list[str]:
+    slower = [f"{tokens:,} ({rates(found)[tokens]:,.0f} tok/s)" for tokens in dips(found)]
+    if not slower:
+        return [
+            f"no length is read more than {DIP_FRAC:.0%} more slowly, token for token, than the one before it"
+        ]
+    return [f"read more slowly, token for token, than the length before: {', '.join(slower)}"]
+
+
 def _range_notes(lab: Lab, tokens: list[int]) -> list[str]:
     if max(tokens) >= min(8192, lab.context):
         return []
-    return [f"longer prompts take their time: all that the articles read are {FULL_RANGE}"]
+    return [f"shortened to {max(tokens):,} tokens; all that the articles read: {FULL_RANGE}"]
 
 
 def _table(
@@ -184,6 +190,5 @@ def _figures(
         Line(line.label, [(tokens, 1e3 * tokens / ms) for tokens, ms in line.points], is_theory=True)
         for line in theory
     ]
-    return {
-        "prefill_curve.png": curves([time, Panel(speed, "tokens of the prompt", "tokens per second")], title)
-    }
+    rate = Panel(speed, "tokens of the prompt", "tokens per second", log_y=False)
+    return {"prefill_curve.png": curves([time, rate], title)}
