@@ -130,11 +130,6 @@ class ArticleOptions(StudyOptions):
         OUT.print(f"{time.perf_counter() - started_s:.0f} s; logged as run {logged.run_id}")
         return Published(heading, found, logged.run_id)
 
-    @property
-    def own_name(self) -> str:
-        """What it is called on the command line."""
-        return str(getattr(self, "name", type(self).__name__))
-
 
 def refuse_unused(overrides: Sequence[str], used: Sequence[str], name: str) -> None:
     """Raise ValueError, in one line, for a setting that the experiment `name` would ignore."""

@@ -11,7 +11,15 @@ from typing import Any
 from experiments import plugins
 from experiments.articles import publish
 from experiments.articles.page import page
-from experiments.articles.study import CEILINGS, DEFAULTS, SETTINGS, ArticleOptions, Published, refuse_unused
+from experiments.articles.study import (
+    CEILINGS,
+    DEFAULTS,
+    SETTINGS,
+    ArticleOptions,
+    Published,
+    command_of,
+    refuse_unused,
+)
 from experiments.config import compose_run
 from experiments.metrics import METRICS_VERSION
 from experiments.models import LoadedModels
@@ -56,7 +64,7 @@ class AllArticlesOptions(StudyOptions):
 
     def prepare(self, overrides: Sequence[str]) -> Callable[[], bool]:
         started_s = time.perf_counter()
-        refuse_unused(overrides, [*SETTINGS, CEILINGS], "all_articles")
+        refuse_unused(overrides, [*SETTINGS, CEILINGS], self.own_name)
         options = {name: plugins.default_options("experiment", name) for name in self.experiments}
         for name, chosen in options.items():
             if not hasattr(chosen, "run"):
@@ -70,19 +78,24 @@ class AllArticlesOptions(StudyOptions):
 
         def measure() -> bool:
             done, failures = _all(jobs, open_store())
-            self._report(study, done, failures, started_s)
+            self._report(study, done, failures, overrides, started_s)
             return not failures
 
         return measure
 
     def _report(
-        self, study: str, done: Mapping[str, Published], failures: Mapping[str, Exception], started_s: float
+        self,
+        study: str,
+        done: Mapping[str, Published],
+        failures: Mapping[str, Exception],
+        overrides: Sequence[str],
+        started_s: float,
     ) -> None:
         minutes = (time.perf_counter() - started_s) / 60
-        text = combined(done, failures, publish.PLOTS)
+        text = combined(done, failures, publish.PLOTS, command_of(self, overrides))
         tags = {
             "kind": "report",
-            "experiment": "all_articles",
+            "experiment": self.own_name,
             "metrics_version": METRICS_VERSION,
             **git_tags(),
             **({"validity": "failed"} if failures else {}),
@@ -121,7 +134,9 @@ def _all(jobs: Mapping[str, Job], store: Store) -> tuple[dict[str, Published], d
     return done, failures
 
 
-def combined(done: Mapping[str, Published], failures: Mapping[str, Exception], figure_folder: str) -> str:
+def combined(
+    done: Mapping[str, Published], failures: Mapping[str, Exception], figure_folder: str, command: str
+) -> str:
     """One page: what was found, line by line, then every experiment with its figures and tables."""
     lines = [
         f"* [{one.heading.title}](#{_anchor(one.heading.title)}): {one.found.headline}."
@@ -129,7 +144,8 @@ def combined(done: Mapping[str, Published], failures: Mapping[str, Exception], f
     ]
     lines += [f"* {name} failed: {type(error).__name__}: {error}" for name, error in failures.items()]
     sections = [page(one.heading, one.found, figure_folder, level=2) for one in done.values()]
-    return "\n\n".join([f"# {TITLE}", "\n".join(lines), *sections])
+    again = f"All of it again, on your machine and model: `{command}`"
+    return "\n\n".join([f"# {TITLE}", "\n".join(lines), again, *sections])
 
 
 def _anchor(title: str) -> str:

@@ -11,6 +11,11 @@ from dataclasses import dataclass
 class StudyOptions(ABC):
     """Options of an experiment: plain typed fields with defaults, checked in `__post_init__`."""
 
+    @property
+    def own_name(self) -> str:
+        """What it is called on the command line."""
+        return str(getattr(self, "name", type(self).__name__))
+
     @abstractmethod
     def prepare(self, overrides: Sequence[str]) -> Callable[[], bool]:
         """What measures, prints and logs it, and says whether all of it could be measured.

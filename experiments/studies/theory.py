@@ -57,10 +57,6 @@ class TheoryOptions(StudyOptions):
         OUT.print(f"logged as run {logged.run_id}")
         return Published(heading, found, logged.run_id)
 
-    @property
-    def own_name(self) -> str:
-        return str(getattr(self, "name", "theory"))
-
 
 def findings() -> Findings:
     """All tables, and the picture of one pass over more and more tokens."""
