@@ -14,11 +14,14 @@ from toy_folders import repeating_prompts, save_model, save_prompts
 from toy_traces import forward, step, trace
 
 from experiments import run, tracking
+from experiments.articles.dialogue import Turn
 from experiments.articles.findings import Findings
 from experiments.articles.floor_lines import agreement, floor_cells, floor_lines
 from experiments.articles.lab import BEYOND_CONTEXT, OUT_OF_MEMORY, Floors, Lab, LimitError, along, limits
 from experiments.articles.page import Heading, page
 from experiments.articles.study import ArticleOptions, command_of, refuse_unused
+from experiments.articles.publish import limit_tag
+from experiments.articles.steps import DecodedSteps, Step, few_steps_notes
 from experiments.articles.timing import Timing, repeated
 from experiments.config import compose_run
 from experiments.hardware import Hardware
@@ -26,6 +29,7 @@ from experiments.plots.curves import Line, Mark, Panel, curves
 from experiments.plots.style import png
 from experiments.point import prepare
 from experiments.studies.cache_on_off import CacheOnOffOptions, cost_of
+from experiments.studies import all_articles, conversation
 from experiments.tracking import StoredRun
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -65,6 +69,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     save_model(root / "long", max_position_embeddings=1024)
     save_prompts(root / "prompts.jsonl", repeating_prompts((5, 7, 4, 6)))
     with pytest.MonkeyPatch.context() as patch:
+    save_model(root / "odd", hidden_size=12, num_attention_heads=2, num_key_value_heads=2)
         patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{root / 'store.db'}")
         patch.setattr("experiments.hardware.LEAST_BUFFER_BYTES", 2**22)
         patch.setattr("experiments.hardware.CACHES_IN_BUFFER", 0)
@@ -262,6 +267,10 @@ def test_least_values_are_checked_one_by_one() -> None:
 def test_batch_curve_keeps_what_fits(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["experiment.batches=[1,2,3]", "experiment.prompt_tokens=6", "experiment.new_tokens=5"]
     assert place.run("batch_curve", *arguments, *place.prompts(), "study=batch") == 0
+def test_a_limit_is_a_tag_whatever_it_is_of() -> None:
+    assert limit_tag("KV kept, kv_int8, turn 2 (of 3)") == "limit.KV kept kv_int8 turn 2 of 3"
+
+
     shown = capsys.readouterr()
     assert shown.err == ""
     (stored,) = (one for one in place.runs("batch") if one.tags["kind"] == "point")
@@ -407,3 +416,71 @@ def test_bad_input_is_one_line_before_anything_is_logged(
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
     assert place.runs("bad") == []
+    text = place.page(stored)
+    assert "'KV kept' and 'read again' wrote the same 12 tokens" in text
+    assert "a summary took " in text
+
+
+def test_a_conversation_goes_as_far_as_it_fits(place: Place) -> None:
+    arguments = ["experiment.turns=4", "experiment.answer_tokens=20", "experiment.limit=16"]
+    more = ["experiment.summary_tokens=3", "experiment.summary_every=2", "experiment.kv_formats=[kv_int8]"]
+    assert place.run("conversation", *arguments, *more, *place.prompts(), "study=long talk") == 0
+    (stored,) = (one for one in place.runs("long talk") if one.tags["kind"] == "point")
+
+    def turns(name: str) -> list[int]:
+        return [turn for turn, _ in place.curve(stored, f"curve_conversation/{name}_ttft_ms")]
+
+    # Prompts of 10, 14, 8 and 12 tokens, each with an answer of 20.
+    assert turns("kv_kept") == turns("read_again") == turns("kv_kept_kv_int8") == [1, 2, 3]
+    assert turns("start_afresh") == turns("smaller_limit") == [1, 2, 3, 4]
+    for talk in ("KV kept", "read again", "KV kept kv_int8"):
+        assert stored.tags[f"limit.{talk} turn 4"] == BEYOND_CONTEXT
+    assert "In turn 3 of a conversation" in place.page(stored)
+
+
+def talked(ttft_ms: float, *steps_ms: float, answer: tuple[int, ...] = (1, 2), kv_mib: float = 1.0) -> Turn:
+    return Turn(7, 9, ttft_ms, steps_ms, kv_mib, answer)
+
+
+def test_who_waits_for_a_summary_waits_for_all_of_its_steps() -> None:
+    summary = talked(10, 1, 2, 30)
+    turn = Turn(7, 9, 100, (5, 6), 1.0, (1, 2), summary)
+    assert (turn.total_ms, summary.total_ms, turn.waited_ms) == (111, 43, 143)
+    assert (turn.step.median_ms, turn.step.first_ms) == (6, 5)
+
+
+def test_a_finding_of_conversations_follows_the_numbers() -> None:
+    kept = [talked(10, 1), talked(10, 1), talked(10, 1)]
+    again = [talked(10, 1), talked(25, 1, answer=(1, 3))]
+    found = {conversation.KEPT: kept, conversation.AGAIN: again}
+    assert conversation.headline_of(found) == (
+        "In turn 2 of a conversation reading all 7 tokens again takes 2.5 times as long to the first token as reading "
+        "the 7 new ones behind a cache of 1 MiB"
+    )
+    (note,) = conversation._text_notes(found)
+    assert "wrote the same first 3 of 4 tokens" in note
+    assert conversation.headline_of({"start afresh": kept}).endswith("only this fitted: start afresh")
+def test_sections_of_the_one_page_are_told_apart() -> None:
+    titles = [
+        getattr(all_articles.plugins.default_options("experiment", name), "title", name)
+        for name in all_articles.ALL
+    ]
+    assert len(set(map(all_articles._anchor, titles))) == len(all_articles.ALL)
+    assert all_articles._anchor("Theory: what a pass must cost") == "theory-what-a-pass-must-cost"
+
+
+def test_a_store_that_cannot_hold_the_heads_is_refused_before_anything_is_measured(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = f"model.target={place.root / 'odd'}"  # heads of 6 numbers: 2 bits each are no whole bytes
+    for experiment, option, more in (
+        ("context_curve", "kv", []),
+        ("batch_capacity", "kv", []),
+        ("conversation", "kv_formats", place.prompts()),
+    ):
+        assert place.run(experiment, odd, f"experiment.{option}=[kv_int2]", *more, "study=odd") == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"experiment.{option}=[kv_int2]: heads of 6 numbers" in line
+    assert place.runs("odd") == []
+
+

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from experiments.articles.lab import Lab, limits
+from experiments.articles.lab import BEYOND_CONTEXT, Lab, LimitError, limits
 from experiments.articles.timing import Timing, wait
 from experiments.measure import no_garbage_collection
 from specdec.runner import ModelRunner
@@ -19,30 +19,55 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn. `read_tokens` were read for it, `context_tokens` the cache holds at its end; `extra_ms` went before."""
+    """One turn. `read_tokens` were read for it; the cache holds `context_tokens`, in `kv_mib`, at its end.
+
+    `steps_ms` wrote the answer's tokens behind the first. `summary`: before it the model summed up what was said.
+    """
 
     read_tokens: int
     context_tokens: int
     ttft_ms: float
-    step: Timing
+    steps_ms: tuple[float, ...]
     kv_mib: float
     answer: tuple[int, ...]
-    extra_ms: float = 0.0
+    summary: Turn | None = None
+
+    @property
+    def step(self) -> Timing:
+        return Timing.of(self.steps_ms)
+
+    @property
+    def total_ms(self) -> float:
+        """Reading and writing, without the summary."""
+        return self.ttft_ms + sum(self.steps_ms)
+
+    @property
+    def waited_ms(self) -> float:
+        """From the message to the first token of its answer: a summary before it is waited for too."""
+        return self.ttft_ms + (self.summary.total_ms if self.summary else 0.0)
 
 
 class Dialogue:
     """One row of a cache that texts are read into and answers written from, greedily.
 
     Args:
-        capacity: tokens that the cache holds. Raises LimitError where the model or the machine doesn't.
+        capacity: tokens that the cache holds, or the model's context where that is less. Raises LimitError where the
+            machine doesn't hold them.
     """
 
     def __init__(self, lab: Lab, capacity: int) -> None:
         self._device = lab.device
-        self._runner: ModelRunner = lab.runner(1, capacity)
+        self._capacity = min(capacity, lab.context)
+        self._runner: ModelRunner = lab.runner(1, self._capacity)
 
     def turn(self, text: Sequence[int], answer_tokens: int, is_kept: bool) -> Turn:
-        """Read `text` behind what the cache holds (`is_kept`) or into an empty one, then write so many tokens."""
+        """Read `text` behind what the cache holds (`is_kept`) or into an empty one, then write so many tokens.
+
+        Raises LimitError for what the cache can't hold.
+        """
+        held = self._runner.lengths[0] if is_kept else 0
+        if held + len(text) + answer_tokens - 1 > self._capacity:  # the newest token is not in it
+            raise LimitError(BEYOND_CONTEXT)
         with limits(), no_garbage_collection(), torch.inference_mode():
             if not is_kept:
                 self._runner.release(0)
@@ -58,7 +83,7 @@ class Dialogue:
             read_tokens=len(text),
             context_tokens=self._runner.lengths[0],
             ttft_ms=ttft_ms,
-            step=Timing.of(steps_ms),
+            steps_ms=tuple(steps_ms),
             kv_mib=self._runner.cache.live_bytes / MIB,
             answer=tuple(answer),
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from experiments import record
 from experiments.articles.findings import Findings
 from experiments.articles.page import limit_lines
@@ -10,6 +12,8 @@ from experiments.terminal import OUT, print_lines
 from experiments.tracking import LoggedRun
 
 PLOTS = "plots"
+# What MLflow takes in the name of a tag.
+_NO_NAME = re.compile(r"[^\w.\-: /]")
 
 
 def show(found: Findings) -> None:
@@ -28,5 +32,10 @@ def log(found: Findings, text: str, logged: LoggedRun) -> None:
     logged.log_metrics(found.metrics)
     logged.log_text(text, "report.md")
     logged.set_description(text)
-    logged.set_tags({f"limit.{what}": why for what, why in found.limits.items()})
+    logged.set_tags({limit_tag(what): why for what, why in found.limits.items()})
     record.record_figures(found.drawn, logged)
+
+
+def limit_tag(what: str) -> str:
+    """Without signs that MLflow refuses, after everything was measured."""
+    return f"limit.{_NO_NAME.sub('', what)}"

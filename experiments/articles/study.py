@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from experiments import environment, record
+from experiments import environment, plugins, record
 from experiments.articles import publish
 from experiments.articles.findings import Findings
 from experiments.articles.lab import Lab
@@ -24,6 +24,7 @@ from experiments.studies.base import StudyOptions
 from experiments.terminal import OUT
 from experiments.tracking import Store, open_store, run
 
+from specdec.hf_adapter import cache_shape
 DEFAULTS = ("strategy=baseline", "study=articles", "measure.aa=false", "fidelity.corpus=none")
 # What every experiment of this kind depends on; each may add to it.
 SETTINGS = ("strategy", "weights", "kv", "model", "dtype", "device", "threads", "seed", "study", "plugin")
@@ -70,6 +71,18 @@ class ArticleOptions(StudyOptions):
 
     def prepare(self, overrides: Sequence[str]) -> Callable[[], bool]:
         point = self.point(overrides)
+
+    def check_stores(self, option: str, point: PreparedPoint) -> None:
+        """Raise ValueError, in one line, for a KV store of the option that can't hold the model's heads."""
+        pool = point.pool
+        shape = cache_shape(pool.target_config, 1, 1, pool.dtype, pool.device)
+        for name in getattr(self, option):
+            store = plugins.default_options("kv", name)
+            try:
+                if hasattr(store, "check"):
+                    store.check(shape)
+            except ValueError as error:
+                raise ValueError(f"experiment.{option}=[{name}]: {error}") from error
 
         def measure() -> bool:
             self.run(point, overrides, open_store())

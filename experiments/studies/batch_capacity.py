@@ -16,7 +16,9 @@ from experiments.articles.resident import resident_kv_bytes
 from experiments.articles.study import ArticleOptions
 from experiments.bench import MIB
 from experiments.config import check
+from experiments.models import LoadedModels
 from experiments.plots.curves import Line, Panel, curves
+from experiments.point import PreparedPoint
 from experiments.theory import batch_capacity, kv_bytes_per_token
 from quant.footprint import stored_bytes
 from specdec.hf_adapter import HFAdapter
@@ -46,6 +48,11 @@ class BatchCapacityOptions(ArticleOptions):
         self.check_at_least(tokens=2)
         for name in self.kv:
             plugins.default_options("kv", name)
+
+    def point(self, overrides: Sequence[str], loaded: LoadedModels | None = None) -> PreparedPoint:
+        point = super().point(overrides, loaded)
+        self.check_stores("kv", point)
+        return point
 
     def measure(self, lab: Lab) -> Findings:
         memory = Memory.of(stored_bytes(lab.model), self.memory_gib)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -24,7 +24,9 @@ from experiments.articles.study import ArticleOptions
 from experiments.articles.timing import Timing
 from experiments.bench import MIB
 from experiments.known_models import KNOWN_MODELS
+from experiments.models import LoadedModels
 from experiments.plots.curves import Line, Panel, curves
+from experiments.point import PreparedPoint
 from experiments.roofline import GIGA
 from experiments.theory import equal_cache_tokens, kv_bytes_per_token
 from quant.footprint import stored_bytes
@@ -48,6 +50,11 @@ class ContextCurveOptions(ArticleOptions):
         self.check_at_least(contexts=1)
         for name in self.kv:
             plugins.default_options("kv", name)
+
+    def point(self, overrides: Sequence[str], loaded: LoadedModels | None = None) -> PreparedPoint:
+        point = super().point(overrides, loaded)
+        self.check_stores("kv", point)
+        return point
 
     def measure(self, lab: Lab) -> Findings:
         own = lab.arm.kv.name

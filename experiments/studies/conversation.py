@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
+from statistics import mean
 from typing import ClassVar
 
 from matplotlib.figure import Figure
@@ -47,13 +49,15 @@ class ConversationOptions(ArticleOptions):
     def point(self, overrides: Sequence[str], loaded: LoadedModels | None = None) -> PreparedPoint:
         for name in self.kv_formats:
             plugins.default_options("kv", name)
-        return super().point(overrides, loaded)
+        point = super().point(overrides, loaded)
+        self.check_stores("kv_formats", point)
+        return point
 
     def measure(self, lab: Lab) -> Findings:
         script = Script(lab.point.pool.tokenizer)
         prompts = [prompt.text or script.decoded(prompt.token_ids or ()) for prompt in lab.point.prompts]
         messages = [prompts[turn % len(prompts)] for turn in range(self.turns)]
-        talks: dict[str, Callable[[], list[Turn]]] = {
+        talks: dict[str, Callable[[], Iterator[Turn]]] = {
             KEPT: lambda: self._kept(lab, script, messages),
             AGAIN: lambda: self._again(lab, script, messages, None),
             AFRESH: lambda: self._afresh(lab, script, messages),
@@ -65,80 +69,83 @@ class ConversationOptions(ArticleOptions):
         found: dict[str, list[Turn]] = {}
         limits: dict[str, str] = {}
         # Kernels prepare themselves on a text that isn't looked at.
-        self._kept(lab, script, messages[:1])
+        said(lambda: self._kept(lab, script, messages[:1]))
         for name, talk in talks.items():
-            try:
-                found[name] = talk()
-            except LimitError as limit:
-                limits[name] = str(limit)
+            turns, limit = said(talk)
+            if turns:
+                found[name] = turns
+            if limit is not None:
+                limits[f"{name}, turn {len(turns) + 1}"] = limit
+        if not found:
+            raise LimitError("; ".join(f"{where}: {why}" for where, why in limits.items()))
         return _findings(found, limits, self)
 
     def _capacity(self, script: Script, messages: Sequence[str]) -> int:
         texts = [script.opening(messages[0]), *(script.between(message) for message in messages[1:])]
         return sum(map(len, texts)) + len(texts) * self.answer_tokens
 
-    def _kept(self, lab: Lab, script: Script, messages: Sequence[str]) -> list[Turn]:
+    def _kept(self, lab: Lab, script: Script, messages: Sequence[str]) -> Iterator[Turn]:
         """What was said stays in the cache: a turn reads what is new."""
         dialogue = Dialogue(lab, self._capacity(script, messages))
-        turns: list[Turn] = []
+        # The newest token of an answer is not in the cache yet.
+        unread: Sequence[int] = ()
         for number, message in enumerate(messages):
             text = script.between(message) if number else script.opening(message)
-            # The newest token of an answer is not in the cache yet.
-            unread = [turns[-1].answer[-1]] if turns else []
-            turns.append(dialogue.turn([*unread, *text], self.answer_tokens, is_kept=bool(turns)))
-        return turns
+            turn = dialogue.turn([*unread, *text], self.answer_tokens, is_kept=number > 0)
+            unread = turn.answer[-1:]
+            yield turn
 
-    def _again(self, lab: Lab, script: Script, messages: Sequence[str], limit: int | None) -> list[Turn]:
+    def _again(self, lab: Lab, script: Script, messages: Sequence[str], limit: int | None) -> Iterator[Turn]:
         """Nothing is kept between turns: all that was said is read again, or the newest `limit` tokens of it."""
-        dialogue = Dialogue(lab, self._capacity(script, messages))
-        turns: list[Turn] = []
+        capacity = self._capacity(script, messages)
+        dialogue = Dialogue(lab, min(capacity, limit + self.answer_tokens) if limit else capacity)
         text: list[int] = []
         for number, message in enumerate(messages):
             text += script.between(message) if number else script.opening(message)
-            turns.append(dialogue.turn(text[-limit:] if limit else text, self.answer_tokens, is_kept=False))
-            text += turns[-1].answer
-        return turns
+            turn = dialogue.turn(text[-limit:] if limit else text, self.answer_tokens, is_kept=False)
+            text += turn.answer
+            yield turn
 
-    def _afresh(self, lab: Lab, script: Script, messages: Sequence[str]) -> list[Turn]:
+    def _afresh(self, lab: Lab, script: Script, messages: Sequence[str]) -> Iterator[Turn]:
         """Each message is a conversation of its own."""
         longest = max(len(script.opening(message)) for message in messages)
         dialogue = Dialogue(lab, longest + self.answer_tokens)
-        return [
-            dialogue.turn(script.opening(message), self.answer_tokens, is_kept=False) for message in messages
-        ]
+        for message in messages:
+            yield dialogue.turn(script.opening(message), self.answer_tokens, is_kept=False)
 
-    def _summarized(self, lab: Lab, script: Script, messages: Sequence[str]) -> list[Turn]:
+    def _summarized(self, lab: Lab, script: Script, messages: Sequence[str]) -> Iterator[Turn]:
         """Every few turns the model sums up, and goes on from that; the summing up is in that turn's time."""
         request = script.between(REQUEST)
-        dialogue = Dialogue(lab, self._capacity(script, messages) + len(request) + self.summary_tokens)
-        turns: list[Turn] = []
+        # A summary is read again as text, which may be more tokens.
+        dialogue = Dialogue(lab, self._capacity(script, messages) + len(request) + 2 * self.summary_tokens)
+        unread: Sequence[int] = ()
         for number, message in enumerate(messages):
-            extra_ms, prefix, is_kept = 0.0, "", bool(turns)
+            summary = None
             if number and number % self.summary_every == 0:
-                summary = dialogue.turn([turns[-1].answer[-1], *request], self.summary_tokens, is_kept=True)
-                extra_ms = summary.ttft_ms + summary.step.median_ms * (self.summary_tokens - 1)
-                prefix = script.decoded(summary.answer) + "\n\n"
-                is_kept = False
-            newest = turns[-1].answer[-1:] if turns else ()
-            text = [*newest, *script.between(message)] if is_kept else script.opening(prefix + message)
-            turn = dialogue.turn(text, self.answer_tokens, is_kept)
-            turns.append(replace(turn, extra_ms=extra_ms))
-        return turns
+                summary = dialogue.turn([*unread, *request], self.summary_tokens, is_kept=True)
+                text = script.opening(f"{script.decoded(summary.answer)}\n\n{message}")
+            else:
+                text = [*unread, *script.between(message)] if number else script.opening(message)
+            turn = dialogue.turn(text, self.answer_tokens, is_kept=number > 0 and summary is None)
+            unread = turn.answer[-1:]
+            yield replace(turn, summary=summary)
+
+
+def said(talk: Callable[[], Iterator[Turn]]) -> tuple[list[Turn], str | None]:
+    """The turns of a conversation up to one that can't be had, and why that can't."""
+    turns: list[Turn] = []
+    try:
+        for turn in talk():
+            turns.append(turn)
+    except LimitError as limit:
+        return turns, str(limit)
+    return turns, None
 
 
 def _findings(
     found: Mapping[str, Sequence[Turn]], limits: Mapping[str, str], options: ConversationOptions
 ) -> Findings:
-    turns = options.turns
-    headline = f"In turn {turns} of a conversation "
-    if KEPT in found and AGAIN in found:
-        kept, again = found[KEPT][-1], found[AGAIN][-1]
-        headline += (
-            f"reading all {again.read_tokens} tokens again takes {again.ttft_ms / kept.ttft_ms:.1f} times as long to "
-            f"the first token as reading the {kept.read_tokens} new ones behind a cache of {kept.kv_mib:.0f} MiB"
-        )
-    else:
-        headline += "not everything fitted"
+    headline = headline_of(found)
     curves_ = {
         f"curve_conversation/{_slug(name)}_{quantity}": [
             (number, value(turn)) for number, turn in enumerate(talk, 1)
@@ -149,20 +156,61 @@ def _findings(
     return Findings(
         headline,
         curves=curves_,
-        tables={f"Turn {turns}, and all of them": _table(found)},
+        tables={"The last turn, and all of them": _table(found)},
         figures={"conversation.png": _figure(found, headline)},
         notes=[
+            *_text_notes(found),
             f"'{SUMMARY}' writes {options.summary_tokens} tokens every {options.summary_every} turns and goes on from "
-            "them: that time counts as the next turn's",
+            "them: that time counts in the next turn's TTFT",
+            *_summary_notes(found),
             f"'{CUT}' reads the newest {options.limit} tokens again; what lies before is forgotten",
-            f"answers have {options.answer_tokens} tokens, whatever they say",
+            f"answers have {options.answer_tokens} tokens, whatever they say; each turn was taken once, so its TTFT is "
+            "one time without a spread",
         ],
         limits=limits,
     )
 
 
+def headline_of(found: Mapping[str, Sequence[Turn]]) -> str:
+    """About the last turn that was had both ways."""
+    if KEPT not in found or AGAIN not in found:
+        return f"Of a conversation only this fitted: {', '.join(found)}"
+    number = min(len(found[KEPT]), len(found[AGAIN]))
+    kept, again = found[KEPT][number - 1], found[AGAIN][number - 1]
+    return (
+        f"In turn {number} of a conversation reading all {again.read_tokens} tokens again takes "
+        f"{again.ttft_ms / kept.ttft_ms:.1f} times as long to the first token as reading the {kept.read_tokens} new "
+        f"ones behind a cache of {kept.kv_mib:.3g} MiB"
+    )
+
+
+def _text_notes(found: Mapping[str, Sequence[Turn]]) -> list[str]:
+    """Whoever reads again what a cache would hold should say what the cache would have made it say."""
+    if KEPT not in found or AGAIN not in found:
+        return []
+    kept, again = ([token for turn in found[name] for token in turn.answer] for name in (KEPT, AGAIN))
+    pairs = list(zip(kept, again, strict=False))
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    if alike == len(pairs):
+        return [f"'{KEPT}' and '{AGAIN}' wrote the same {alike} tokens"]
+    return [
+        f"'{KEPT}' and '{AGAIN}' wrote the same first {alike} of {len(pairs)} tokens, and other texts from there on: "
+        "passes of other shapes round otherwise"
+    ]
+
+
+def _summary_notes(found: Mapping[str, Sequence[Turn]]) -> list[str]:
+    summaries = [turn.summary for turn in found.get(SUMMARY, ()) if turn.summary is not None]
+    if not summaries:
+        return []
+    return [
+        f"a summary took {mean(one.total_ms for one in summaries):.0f} ms in the mean, behind a cache of up to "
+        f"{max(one.kv_mib for one in summaries):.3g} MiB"
+    ]
+
+
 QUANTITIES: dict[str, Callable[[Turn], float]] = {
-    "ttft_ms": lambda turn: turn.ttft_ms + turn.extra_ms,
+    "ttft_ms": lambda turn: turn.waited_ms,
     "step_ms": lambda turn: turn.step.median_ms,
     "kv_mib": lambda turn: turn.kv_mib,
 }
@@ -173,16 +221,26 @@ def _slug(name: str) -> str:
 
 
 def _table(found: Mapping[str, Sequence[Turn]]) -> Rows:
-    heading = ["", "read, tokens", "in the cache", "TTFT, ms", "step, ms", "KV, MiB", "TTFT of all turns, s"]
+    heading = [
+        "",
+        "turns",
+        "read, tokens",
+        "in the cache",
+        "TTFT, ms",
+        "step, ms [quartiles]",
+        "KV, MiB",
+        "TTFT of all turns, s",
+    ]
     return [
         heading,
         *(
             [
                 name,
+                str(len(talk)),
                 str(talk[-1].read_tokens),
                 str(talk[-1].context_tokens),
                 f"{QUANTITIES['ttft_ms'](talk[-1]):.0f}",
-                f"{talk[-1].step.median_ms:.1f}",
+                str(talk[-1].step),
                 f"{talk[-1].kv_mib:.1f}",
                 f"{sum(map(QUANTITIES['ttft_ms'], talk)) / 1e3:.2f}",
             ]
