@@ -321,6 +321,7 @@ def test_without_the_cache_a_step_reads_the_whole_text(place: Place) -> None:
     assert "both wrote the same text" in text
 
 
+    assert "plain / dense / autoregressive, cpu, fp32, 1 thread; " in place.page(stored)
 def test_costs_are_medians_by_position() -> None:
     repeats = ((1, 2), (3, 4), (2, 9))  # seconds of the steps behind the first
     traces = [
@@ -484,3 +485,29 @@ def test_a_store_that_cannot_hold_the_heads_is_refused_before_anything_is_measur
     assert place.runs("odd") == []
 
 
+@pytest.mark.parametrize(
+    ("experiment", "argument", "words"),
+    [
+        ("batch_curve", "experiment.batches=[0]", "numbers of at least 1"),
+        ("batch_curve", "measure.ceilings=skip", "needs them"),
+        ("cache_on_off", "strategy=specdec", "takes no part"),
+        ("cache_on_off", "batch_size=2", "doesn't depend on it"),
+        (
+            "cache_on_off",
+            "strategy=no_cache",
+            "decoding=no_cache: experiment=cache_on_off times passes over a cache",
+        ),
+        ("batch_curve", "workload.max_new_tokens=9", "is its own option"),
+        ("conversation", "experiment.kv_formats=[kv_int3]", "unknown kv 'kv_int3'"),
+        ("theory", "weights=int8", "doesn't depend on it; expected study"),
+        ("all_articles", "experiment.experiments=[quant_grid]", "it has no page"),
+        ("all_articles", "experiment.experiments=[nosuch]", "unknown experiment 'nosuch'"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_is_logged(
+    place: Place, experiment: str, argument: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert place.run(experiment, argument, "study=bad", needs_model=experiment != "theory") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+    assert place.runs("bad") == []

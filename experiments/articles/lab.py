@@ -36,6 +36,8 @@ OUT_OF_MEMORY, BEYOND_CONTEXT = "out of memory", "beyond context"
 # Of the memory that is free; the rest is for activations.
 USABLE_FRAC = 0.6
 PREFILL_CHUNK = 512
+# The decoding whose step is one pass over one token of each row, behind a cache.
+CACHED = "autoregressive"
 
 
 class LimitError(Exception):
@@ -68,7 +70,14 @@ class Lab:
 
     @property
     def model(self) -> PreTrainedModel:
-        return self.point.pool.target(self.arm.weights)
+        """The target, loaded when it is first asked for. Raises LimitError."""
+        with limits():
+            return self.point.pool.target(self.arm.weights)
+
+    @property
+    def has_plain_steps(self) -> bool:
+        """Is a decode step one pass over one token of each row, behind a cache? Else theory speaks of another step."""
+        return bool(self.arm.decoding.name == CACHED)
 
     @property
     def context(self) -> int:

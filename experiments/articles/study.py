@@ -13,25 +13,28 @@ import torch
 from experiments import environment, plugins, record
 from experiments.articles import publish
 from experiments.articles.findings import Findings
-from experiments.articles.lab import Lab
+from experiments.articles.lab import CACHED, Lab
 from experiments.articles.page import Heading, page
 from experiments.ceilings_store import StoredCeilings
 from experiments.config import compose_run
 from experiments.load import LoadMeter
 from experiments.models import LoadedModels
 from experiments.point import PreparedPoint, prepare
+from experiments.report import threads, variant
 from experiments.studies.base import StudyOptions
 from experiments.terminal import OUT
 from experiments.tracking import Store, open_store, run
-
 from specdec.hf_adapter import cache_shape
+
 DEFAULTS = ("strategy=baseline", "study=articles", "measure.aa=false", "fidelity.corpus=none")
 # What every experiment of this kind depends on; each may add to it.
 SETTINGS = ("strategy", "weights", "kv", "model", "dtype", "device", "threads", "seed", "study", "plugin")
 DECODING = ("decoding", "drafter", "verifier", "draft_length", "sampling", "workload", "prefill_chunk")
 CEILINGS = "measure.ceilings"
+# How much is written is an option of each experiment: no text is refused for what would come behind it.
+NEW_TOKENS = "workload.max_new_tokens"
 # In place of texts that nobody reads: these fit into any model's context.
-NO_TEXTS = ("workload=random", "workload.limit=1", "workload.prompt_tokens=1", "workload.max_new_tokens=1")
+NO_TEXTS = ("workload=random", "workload.limit=1", "workload.prompt_tokens=1")
 
 
 @dataclass(frozen=True)
@@ -69,9 +72,6 @@ class ArticleOptions(StudyOptions):
                 what = "numbers of at least" if isinstance(value, list) else "at least"
                 raise ValueError(f"experiment.{name}={value}: expected {what} {bound}")
 
-    def prepare(self, overrides: Sequence[str]) -> Callable[[], bool]:
-        point = self.point(overrides)
-
     def check_stores(self, option: str, point: PreparedPoint) -> None:
         """Raise ValueError, in one line, for a KV store of the option that can't hold the model's heads."""
         pool = point.pool
@@ -84,6 +84,9 @@ class ArticleOptions(StudyOptions):
             except ValueError as error:
                 raise ValueError(f"experiment.{option}=[{name}]: {error}") from error
 
+    def prepare(self, overrides: Sequence[str]) -> Callable[[], bool]:
+        point = self.point(overrides)
+
         def measure() -> bool:
             self.run(point, overrides, open_store())
             return True
@@ -94,23 +97,30 @@ class ArticleOptions(StudyOptions):
         """The setting that the command line names. Raises ValueError for one that would be ignored."""
         used = [*SETTINGS, *(DECODING if self.decodes else ()), *self.uses, CEILINGS]
         refuse_unused(overrides, used, self.own_name)
-        config = compose_run([*DEFAULTS, *(() if "workload" in used else NO_TEXTS), *overrides])
+        texts = () if "workload" in used else NO_TEXTS
+        config = compose_run([*DEFAULTS, *texts, f"{NEW_TOKENS}=1", *overrides])
         if config.drafter is not None and not self.decodes:
             raise ValueError(
                 f"strategy={config.strategy}: experiment={self.own_name} times passes of the target, in which "
                 f"drafter={config.drafter.name} takes no part; expected a strategy without a drafter, "
                 "or weights=... and kv=..."
             )
+        if config.decoding.name != CACHED and not self.decodes:
+            raise ValueError(
+                f"decoding={config.decoding.name}: experiment={self.own_name} times passes over a cache, whatever the "
+                f"decoding; expected {CACHED}"
+            )
         if config.measure.ceilings == "skip":
             raise ValueError(
                 f"{CEILINGS}=skip: experiment={self.own_name} needs them; expected auto or refresh"
             )
-        return prepare(config, loaded)
+        point = prepare(config, loaded)
+        torch.set_num_threads(point.config.threads or 1)  # for what is timed, the choice of kernels included
+        return point.with_kernels()
 
     def run(self, point: PreparedPoint, overrides: Sequence[str], store: Store) -> Published:
         """Measure, print, and log one run. Raises whatever kept it from being measured or logged."""
         started_s = time.perf_counter()
-        torch.set_num_threads(point.config.threads or 1)
         config = point.config
         ceilings = StoredCeilings(store, config.study, config.measure.ceilings == "refresh")
         hardware = point.hardware(ceilings)
@@ -125,7 +135,7 @@ class ArticleOptions(StudyOptions):
             load = LoadMeter()
             found = self.measure(Lab(point, hardware))
             foreign = load.read()
-            setting = f"{record.setting_line(point)}; {machine_name(machine, config.device)}"
+            setting = setting_line(point, machine_name(machine, config.device))
             heading = Heading(self.own_name, self.title, setting, command_of(self, overrides))
             # Printed before it is logged: a store that fails now must not take the result with it.
             publish.show(found)
@@ -148,6 +158,10 @@ def refuse_unused(overrides: Sequence[str], used: Sequence[str], name: str) -> N
     """Raise ValueError, in one line, for a setting that the experiment `name` would ignore."""
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
+        if key == NEW_TOKENS:
+            raise ValueError(
+                f"{override}: how much experiment={name} writes is its own option; expected experiment.*"
+            )
         if key not in used and key.partition(".")[0] not in used:
             raise ValueError(
                 f"{override}: experiment={name} doesn't depend on it; expected {', '.join(used)}"
@@ -170,6 +184,19 @@ def command_of(options: Any, overrides: Sequence[str]) -> str:
 
 def _quotes(part: str) -> bool:
     return any(character in part for character in ' []{}()*?$&;|<>"')
+
+
+def setting_line(point: PreparedPoint, machine: str) -> str:
+    """What was measured, and on what."""
+    config = point.config
+    parts = [
+        config.model.target,
+        variant(point.arms.strategy),
+        config.device,
+        config.dtype,
+        threads(config.threads),
+    ]
+    return f"{', '.join(parts)}; {machine}"
 
 
 def machine_name(machine: Mapping[str, Any], device: str) -> str:
