@@ -136,10 +136,25 @@ def test_a_cache_beyond_the_context_or_the_memory_is_a_limit(
         lab.decoder(5, 16)
     with pytest.raises(LimitError, match=f"context 999: {BEYOND_CONTEXT}"):
         along([999], "context", lambda size: lab.runner(1, size))
+    # One cache may serve a whole curve: a GPU is asked before, too, so that the rest of the curve is kept.
+    with monkeypatch.context() as patch:
+        patch.setattr(lab, "device", torch.device("cuda"))
+        lab.check_fits(4, 16)
+        with pytest.raises(LimitError, match=OUT_OF_MEMORY):
+            lab.check_fits(5, 16)
 
 
 def test_running_out_of_memory_is_a_limit_and_another_fault_is_not() -> None:
     with pytest.raises(LimitError, match=OUT_OF_MEMORY), limits():
+def test_a_model_that_memory_does_not_hold_is_a_limit(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def convert(weights: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(lab.point.pool, "target", convert)
+    with pytest.raises(LimitError, match=OUT_OF_MEMORY):
+        lab.runner(1, 8)
+
+
         raise MemoryError
     with pytest.raises(RuntimeError, match="else"), limits():
         raise RuntimeError("something else")

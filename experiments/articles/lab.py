@@ -244,18 +244,21 @@ class Lab:
     def check_fits(self, rows: int, capacity: int) -> None:
         """Can a cache of that size be had? Raises LimitError.
 
-        Linux gives memory that it doesn't have, and ends the process that uses it: ask before.
+        Linux gives memory that it doesn't have, and ends the process that uses it: ask before. So does who wants one
+        cache for a whole curve: the largest that can be had.
         """
         if capacity > self.context:
             raise LimitError(BEYOND_CONTEXT)
-        if self.device.type == "cpu" and self.kv_bytes(rows, capacity) > self.free_bytes:
+        if self.kv_bytes(rows, capacity) > self.free_bytes:
             raise LimitError(OUT_OF_MEMORY)
 
     @property
     def free_bytes(self) -> int:
         """What caches may take now."""
         if self.device.type == "cuda":
-            return int(torch.cuda.mem_get_info(self.device)[0])
+            # What PyTorch keeps of freed tensors is free for new ones.
+            kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            return int(torch.cuda.mem_get_info(self.device)[0]) + kept
         return int(USABLE_FRAC * psutil.virtual_memory().available)
 
 

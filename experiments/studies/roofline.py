@@ -69,7 +69,7 @@ class RooflineOptions(ArticleOptions):
             try:
                 found.append(measure_kind(lab, kind))
             except LimitError as limit:
-                limits[str(kind).replace(",", "")] = str(limit)
+                limits[str(kind)] = str(limit)
         if not found:
             raise LimitError("; ".join(f"{where}: {why}" for where, why in limits.items()))
         measured = [one for one, _ in found]
@@ -169,6 +169,7 @@ def _table(found: Sequence[tuple[MeasuredKind, Timing]]) -> Rows:
         [
             "pass",
             "time, ms [quartiles]",
+            "first, ms",
             "ops/byte",
             "articles",
             "GFLOP/s",
@@ -181,6 +182,7 @@ def _table(found: Sequence[tuple[MeasuredKind, Timing]]) -> Rows:
             [
                 str(one.kind),
                 str(timing),
+                f"{timing.first_ms:.1f}",
                 _digits(one.point.operations_per_byte),
                 _digits(one.articles_intensity),
                 f"{one.point.gflop_s:.3g}",
