@@ -16,11 +16,13 @@ from toy_traces import forward, step, trace
 from experiments import run, tracking
 from experiments.articles.dialogue import Turn
 from experiments.articles.findings import Findings
+from experiments.articles.fits import line_through
 from experiments.articles.floor_lines import agreement, floor_cells, floor_lines
 from experiments.articles.lab import BEYOND_CONTEXT, OUT_OF_MEMORY, Floors, Lab, LimitError, along, limits
 from experiments.articles.page import Heading, page
 from experiments.articles.study import ArticleOptions, command_of, refuse_unused
 from experiments.articles.publish import limit_tag
+from experiments.articles.study import ArticleOptions, command_of, refuse_unused
 from experiments.articles.steps import DecodedSteps, Step, few_steps_notes
 from experiments.articles.timing import Timing, repeated
 from experiments.config import compose_run
@@ -184,6 +186,31 @@ def test_floors_are_those_of_bytes_and_operations(lab: Lab) -> None:
     assert (varied.arm.kv.name, lab.arm.kv.name) == ("kv_int8", "dense")
 
 
+def test_steps_that_count_are_whole_and_of_all_rows() -> None:
+    """Two rows: a prefill, two steps that settle, two that count, one cut by the limit, one of a single row."""
+    counted = [Step(10, Phase.VERIFY, (3, 1)), Step(30, Phase.VERIFY, (1, 1))]
+    steps = [
+        Step(99, Phase.PREFILL, (1, 1)),
+        Step(80, Phase.VERIFY, (1, 1)),
+        Step(70, Phase.VERIFY, (1, 1)),
+        *counted,
+        Step(20, Phase.VERIFY, (1, 2), is_cut=True),
+        Step(5, Phase.VERIFY, (4,)),
+    ]
+    found = DecodedSteps(steps, 2)
+    assert found.settled == counted
+    assert found.tok_s == 150
+    assert (found.timing.median_ms, found.timing.first_ms, found.prefill_ms) == (20, 80, 99)
+    assert DecodedSteps([steps[0], steps[5]], 2).settled == [steps[5]]
+    (note,) = few_steps_notes({8: found})
+    assert note.startswith("fewer than 3 steps counted at 8:")
+
+
+def test_a_line_has_the_least_relative_errors() -> None:
+    assert line_through({1: 15.0, 2: 25.0, 4: 45.0}) == pytest.approx((5.0, 10.0))
+    assert line_through({8: 3.0}) == (3.0, 0.0)
+
+
 # --- theory beside measurement
 
 
@@ -308,6 +335,12 @@ def test_batch_curves_of_two_strategies_overlay(place: Place) -> None:
     steps = [[step for step, _ in place.curve(one, "curve_batch/tok_s")] for one in runs]
     assert steps == [[1, 2], [1, 2]]
 
+    # What kernels take for one token of each row says nothing of a step that verifies drafts.
+    for one in runs:
+        is_plain = one.tags["strategy"] == "baseline"
+        assert ("kernels timed alone on cold weights" in place.page(one)) == is_plain
+        assert ("by this machine's ceilings" in place.page(one)) == is_plain
+        assert ("are not predicted" in place.page(one)) == (not is_plain)
 
 def test_a_limit_is_a_recorded_point_and_the_rest_is_kept(
     place: Place, monkeypatch: pytest.MonkeyPatch

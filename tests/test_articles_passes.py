@@ -179,8 +179,11 @@ def test_a_context_finding_follows_the_numbers() -> None:
         "A step behind 1,010 tokens takes 1.50 times as long as behind 10; its cache holds 8 MiB, "
         "and would be as large as the weights at 5,000 tokens"
     )
-    assert context_curve.slope_ms({10: timed(4.0), 1010: timed(6.0)}) == pytest.approx(0.002)
-    assert context_curve.slope_ms({10: timed(4.0)}) == 0.0
+    # 1e-6 s a token at the bandwidth
+    (note,) = context_curve._slope_notes({10: timed(4.0), 1010: timed(6.0)}, 1e-6)
+    assert "1,000 more tokens of context add 2.00 ms to a step" in note
+    assert note.endswith("bandwidth takes 1.00 ms")
+    assert context_curve._slope_notes({10: timed(4.0)}, 1e-6) == []
 
 
 # --- batch_capacity
@@ -284,6 +287,10 @@ def test_a_quantized_finding_follows_the_numbers() -> None:
         "With int8 weights a step reads 50% of what it reads with bf16, and takes 125% of the time; "
         "a line through the origin is off by up to 30%"
     )
+    (note,) = quantized_decode._line_notes(OriginLine(1.0, 0.3, -2.0, 4.0))
+    assert note.endswith("(least squares of relative errors)")
+    (note,) = quantized_decode._line_notes(OriginLine(1.0, 0.3, 2.0, 4.0))
+    assert "the offset is what a step takes whatever its weights are" in note
     only = {"int8": found["int8"]}
     assert quantized_decode.headline(only, line) == "With int8 weights a step takes 25.0 ms"
 

@@ -85,6 +85,7 @@ def test_reading_and_writing_end_to_end(root: Path, capsys: pytest.CaptureFixtur
     shown = capsys.readouterr().out
     assert "Reading 40 tokens takes" in shown
     assert "the weights are read 1 time(s) for reading, 12 times for writing" in shown
+    assert "One plain step behind 46 tokens, its kernels timed alone" in shown
 
 
 def test_what_is_beyond_the_context_is_said_and_the_rest_kept(root: Path) -> None:
@@ -235,9 +236,10 @@ def test_a_prediction_by_hand() -> None:
     law = RequestLaw.fitted(reads, timings({n: 20 + 0.1 * n for n in (10, 50, 90)}))
     found = law.predict(Shape("document", 100, 11))
     assert found.prefill_s == pytest.approx(0.155)
-    # Steps behind 100.5, 101.5, ... 109.5 tokens on average 105: each new token is behind one more.
-    assert found.decode_s == pytest.approx(10 * (20 + 0.1 * 105) / 1e3)
-    assert found.prefill_frac == pytest.approx(0.155 / 0.46)
+    # Steps behind 100, 101, ... 109 tokens, on average 104.5.
+    assert found.decode_s == pytest.approx(10 * (20 + 0.1 * 104.5) / 1e3)
+    assert found.prefill_frac == pytest.approx(0.155 / 0.4595)
+    assert law.predict(Shape("one", 100, 1)).decode_s == 0
 
 
 @pytest.mark.parametrize("steps_ms", [{64: 20.0}, {64: 22.0, 512: 18.0}])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from experiments.articles.lab import Floors
+from experiments.articles.lab import Floors, Lab
 from experiments.articles.timing import Timing
 from experiments.plots.curves import Line
 
@@ -50,6 +50,16 @@ def agreement(timings: Mapping[int, Timing], floors: Mapping[int, Floors]) -> st
     if not beside:
         return "kernels were not timed alone"
     return f"kernels timed alone on cold weights, with the overhead of a pass, predict {beside}"
+
+
+def step_agreement(lab: Lab, timings: Mapping[int, Timing], floors: Mapping[int, Floors]) -> str:
+    """The same of decode steps, where the strategy's are those that theory speaks of."""
+    if lab.has_plain_steps:
+        return agreement(timings, floors)
+    return (
+        "theory is that of a plain step, one pass over one token of each row behind a cache; this strategy's steps are "
+        "others, and are not predicted"
+    )
 
 
 def shares_of_measured(predicted_ms: Mapping[int, float], timings: Mapping[int, Timing]) -> str:

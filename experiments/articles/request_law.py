@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import numpy as np
+from statistics import mean
 
 from experiments import theory
+from experiments.articles.fits import line_through
 from experiments.articles.timing import Timing
 from experiments.theory import PrefillCurve, RequestTime
 
@@ -40,18 +40,17 @@ class RequestLaw:
         """Raises ValueError for fewer lengths than `LEAST_LENGTHS`."""
         prefill = theory.fit_prefill(list(reads), [timing.median_ms / 1e3 for timing in reads.values()])
         steps_ms = [timing.median_ms for timing in steps.values()]
-        if len(steps) < 2:
-            return RequestLaw(prefill, steps_ms[0], 0.0)
-        slope, fixed = np.polyfit(list(steps), steps_ms, 1)
+        fixed, slope = line_through({context: timing.median_ms for context, timing in steps.items()})
         if slope < 0:  # noise: a longer context takes nothing off
-            return RequestLaw(prefill, float(np.mean(steps_ms)), 0.0)
-        return RequestLaw(prefill, float(fixed), float(slope))
+            return RequestLaw(prefill, mean(steps_ms), 0.0)
+        return RequestLaw(prefill, fixed, slope)
 
     def step_ms(self, context: float) -> float:
         return self.step_fixed_ms + self.step_slope_ms * context
 
     def predict(self, shape: Shape) -> RequestTime:
         """The first token comes with the prompt; those after it are written behind a growing context."""
-        middle = shape.prompt_tokens + (shape.new_tokens - 1) / 2
+        # The first step is behind the prompt alone, the last behind all but two of the new tokens as well.
+        middle = shape.prompt_tokens + max(0, shape.new_tokens - 2) / 2
         ttft_s = self.prefill.seconds(shape.prompt_tokens)
         return theory.request_time(ttft_s, self.step_ms(middle) / 1e3, shape.new_tokens)

@@ -6,13 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.articles.findings import Findings, Rows
-from experiments.articles.floor_lines import FLOOR_HEADING, agreement, floor_cells, floor_lines, measured_line
+from experiments.articles.fits import line_through
+from experiments.articles.floor_lines import (
+    FLOOR_HEADING,
+    floor_cells,
+    floor_lines,
+    measured_line,
+    step_agreement,
+)
 from experiments.articles.lab import Floors, Lab, along
-from experiments.articles.steps import DecodedSteps, decode_steps
+from experiments.articles.steps import DecodedSteps, decode_steps, few_steps_notes
 from experiments.articles.study import ArticleOptions
 from experiments.plots.curves import Line, Panel, curves
 
@@ -42,7 +48,7 @@ class BatchCurveOptions(ArticleOptions):
             found[most].tok_s / first.tok_s,
             found[most].timing.median_ms / first.timing.median_ms,
         )
-        floor_ms, row_ms = _line(found)
+        floor_ms, row_ms = line_through({batch: steps.timing.median_ms for batch, steps in found.items()})
         headline = (
             f"A step for {most} rows takes {slowdown:.1f} times as long as for {min(found)}, "
             f"and writes {gain:.1f} times as many tokens a second"
@@ -53,13 +59,16 @@ class BatchCurveOptions(ArticleOptions):
                 "curve_batch/step_ms": [(batch, steps.timing.median_ms) for batch, steps in found.items()],
                 "curve_batch/tok_s": [(batch, steps.tok_s) for batch, steps in found.items()],
             },
-            metrics={"curve_batch/fit_floor_ms": floor_ms, "curve_batch/fit_row_ms": row_ms},
+            metrics={"curve_batch/fit_floor_ms": floor_ms, "curve_batch/fit_row_ms": row_ms}
+            if len(found) > 1
+            else {},
             tables={"One step, and the tokens it writes": _table(found, floors)},
             figures=_figures(headline, found, floors),
             notes=[
-                f"a step is {floor_ms:.1f} ms + {row_ms:.2f} ms for each row (least squares of relative errors)",
-                *_memory_notes(floors),
-                agreement({batch: steps.timing for batch, steps in found.items()}, floors),
+                *_line_notes(found, floor_ms, row_ms),
+                *(_memory_notes(floors) if lab.has_plain_steps else []),
+                *few_steps_notes(found),
+                step_agreement(lab, {batch: steps.timing for batch, steps in found.items()}, floors),
             ],
             limits=limits,
         )
@@ -68,14 +77,12 @@ class BatchCurveOptions(ArticleOptions):
         return lab.floors(batch, 1, self.prompt_tokens + self.new_tokens // 2, kernels=True)
 
 
-def _line(found: Mapping[int, DecodedSteps]) -> tuple[float, float]:
-    """Floor and cost per row, milliseconds: the line whose relative errors are least."""
-    rows = np.array(list(found), dtype=float)
-    ms = np.array([steps.timing.median_ms for steps in found.values()])
-    if len(rows) < 2:
-        return float(ms[0]), 0.0
-    slope, floor = np.polyfit(rows, ms, 1, w=1 / ms)
-    return float(floor), float(slope)
+def _line_notes(found: Mapping[int, DecodedSteps], floor_ms: float, row_ms: float) -> list[str]:
+    if len(found) < 2:
+        return []
+    return [
+        f"fitted, a step is {floor_ms:.1f} ms + {row_ms:.2f} ms for each row (least squares of relative errors)"
+    ]
 
 
 def _memory_notes(floors: Mapping[int, Floors]) -> list[str]:

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import plugins
 from experiments.articles.cache_growth import CacheGrowth, cache_growth
 from experiments.articles.findings import Findings, Rows
+from experiments.articles.fits import line_through
 from experiments.articles.floor_lines import (
     FLOOR_HEADING,
     agreement,
@@ -89,7 +89,7 @@ class ContextCurveOptions(ArticleOptions):
             },
             figures=_figures(title, found, lab, floors, weights_bytes),
             notes=[
-                _slope_note(timings, token_bytes / (GIGA * lab.ceilings.read_gb_s)),
+                *_slope_notes(timings, token_bytes / (GIGA * lab.ceilings.read_gb_s)),
                 _growth_note(timings, growths),
                 agreement(timings, floors),
                 *_range_notes(self.contexts, lab.context),
@@ -130,19 +130,14 @@ def headline(steps: Mapping[int, ContextStep], equal: float) -> str:
     )
 
 
-def slope_ms(timings: Mapping[int, Timing]) -> float:
-    """Milliseconds that each further token of context adds: the line whose relative errors are least."""
+def _slope_notes(timings: Mapping[int, Timing], token_s: float) -> list[str]:
     if len(timings) < 2:
-        return 0.0
-    ms = np.array([timing.median_ms for timing in timings.values()])
-    return float(np.polyfit(np.array(list(timings), dtype=float), ms, 1, w=1 / ms)[0])
-
-
-def _slope_note(timings: Mapping[int, Timing], token_s: float) -> str:
-    return (
-        f"1,000 more tokens of context add {1e3 * slope_ms(timings):.2f} ms to a step; reading their keys and values "
-        f"at this machine's bandwidth takes {1e6 * token_s:.2f} ms"
-    )
+        return []
+    _, slope_ms = line_through({context: timing.median_ms for context, timing in timings.items()})
+    return [
+        f"fitted, 1,000 more tokens of context add {1e3 * slope_ms:.2f} ms to a step (least squares of relative "
+        f"errors); reading their keys and values at this machine's bandwidth takes {1e6 * token_s:.2f} ms"
+    ]
 
 
 def _growth_note(timings: Mapping[int, Timing], growths: Mapping[int, CacheGrowth]) -> str:

@@ -10,9 +10,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.articles.findings import Findings, Rows
-from experiments.articles.floor_lines import FLOOR_HEADING, agreement, floor_cells
+from experiments.articles.floor_lines import FLOOR_HEADING, floor_cells, step_agreement
 from experiments.articles.lab import Floors, Lab, along
-from experiments.articles.steps import DecodedSteps, decode_steps
+from experiments.articles.steps import DecodedSteps, decode_steps, few_steps_notes
 from experiments.articles.study import ArticleOptions
 from experiments.plots.curves import Line, Mark, Panel, curves
 
@@ -55,7 +55,8 @@ class LatencyThroughputOptions(ArticleOptions):
                 "latency is the median gap between a request's steps, throughput the tokens a second of all rows",
                 "the knee is the batch farthest below the chord from the first batch to the one of the highest "
                 "throughput, both axes scaled to their range (Satopaa et al. 2011, Kneedle); more batches move it",
-                agreement({batch: steps.timing for batch, steps in found.items()}, floors),
+                *few_steps_notes(found),
+                step_agreement(lab, {batch: steps.timing for batch, steps in found.items()}, floors),
             ],
             limits=limits,
         )
@@ -94,7 +95,14 @@ def _headline(found: Mapping[int, DecodedSteps], knee: int | None) -> str:
 
 
 def _table(found: Mapping[int, DecodedSteps], floors: Mapping[int, Floors], knee: int | None) -> Rows:
-    heading = ["rows", "tok/s of all", "tok/s of a request", "step, ms [quartiles]", *FLOOR_HEADING]
+    heading = [
+        "rows",
+        "tok/s of all",
+        "tok/s of a request",
+        "step, ms [quartiles]",
+        "first, ms",
+        *FLOOR_HEADING,
+    ]
     return [
         heading,
         *(
@@ -103,6 +111,7 @@ def _table(found: Mapping[int, DecodedSteps], floors: Mapping[int, Floors], knee
                 f"{steps.tok_s:.0f}",
                 f"{steps.tok_s / batch:.1f}",
                 str(steps.timing),
+                f"{steps.timing.first_ms:.1f}",
                 *floor_cells(floors.get(batch)),
             ]
             for batch, steps in found.items()

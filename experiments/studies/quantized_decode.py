@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from experiments import plugins
 from experiments.articles.findings import Findings, Rows
+from experiments.articles.fits import line_through
 from experiments.articles.floor_lines import AGREES_FRAC, FLOOR_HEADING, floor_cells
 from experiments.articles.lab import OUT_OF_MEMORY, Floors, Lab, LimitError
 from experiments.articles.study import ArticleOptions
@@ -126,8 +127,7 @@ class OriginLine:
         off = float(np.abs(slope * shares - 1).max())
         if len(points) < 2:
             return OriginLine(slope, off, None, slope)
-        offset_slope, offset = np.polyfit(sizes, ms, 1, w=1 / ms)
-        return OriginLine(slope, off, float(offset), float(offset_slope))
+        return OriginLine(slope, off, *line_through(points))
 
 
 def headline(found: Mapping[str, FormatStep], line: OriginLine) -> str:
@@ -144,13 +144,16 @@ def headline(found: Mapping[str, FormatStep], line: OriginLine) -> str:
 
 
 def _line_notes(line: OriginLine) -> list[str]:
-    text = f"a step is {line.slope_ms:.1f} ms for each byte of a weight if the line goes through the origin"
+    text = f"fitted, a step is {line.slope_ms:.1f} ms for each byte of a weight if the line goes through the origin"
     if line.offset_ms is None:
         return [text]
-    return [
-        f"{text}; {line.offset_ms:.1f} ms + {line.offset_slope_ms:.1f} ms for each byte if it need not "
-        "(least squares of relative errors); the offset is what a step takes whatever its weights are"
-    ]
+    text += (
+        f"; {line.offset_ms:.1f} ms + {line.offset_slope_ms:.1f} ms for each byte if it need not (least squares of "
+        "relative errors)"
+    )
+    if line.offset_ms > 0:
+        text += "; the offset is what a step takes whatever its weights are, if all kernels read them as fast"
+    return [text]
 
 
 def _floor_notes(found: Mapping[str, FormatStep]) -> list[str]:
@@ -170,6 +173,7 @@ def _table(found: Mapping[str, FormatStep], line: OriginLine) -> Rows:
             "bytes each",
             "read, MiB",
             "step, ms [quartiles]",
+            "first, ms",
             "on the line, ms",
             *FLOOR_HEADING,
             "kernels",
@@ -180,6 +184,7 @@ def _table(found: Mapping[str, FormatStep], line: OriginLine) -> Rows:
                 f"{step.bytes_per_weight:.2f}",
                 f"{step.read_bytes / MIB:,.0f}",
                 str(step.timing),
+                f"{step.timing.first_ms:.1f}",
                 f"{line.slope_ms * step.bytes_per_weight:.1f}",
                 *floor_cells(step.floors),
                 step.kernels,
@@ -198,7 +203,11 @@ def _figures(title: str, found: Mapping[str, FormatStep], line: OriginLine) -> d
             [(step.bytes_per_weight, step.timing.median_ms) for step in steps.values()],
             spread=[(step.timing.low_ms, step.timing.high_ms) for step in steps.values()],
         ),
-        Line("a line through the origin", [(size, line.slope_ms * size) for size in sizes], is_theory=True),
+        Line(
+            "a line through the origin, fitted",
+            [(size, line.slope_ms * size) for size in sizes],
+            is_theory=True,
+        ),
         Line(
             "hardware floor (measured ceilings)",
             [(step.bytes_per_weight, step.floors.hardware_ms) for step in steps.values()],
