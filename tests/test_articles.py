@@ -20,19 +20,19 @@ from experiments.articles.fits import line_through
 from experiments.articles.floor_lines import agreement, floor_cells, floor_lines
 from experiments.articles.lab import BEYOND_CONTEXT, OUT_OF_MEMORY, Floors, Lab, LimitError, along, limits
 from experiments.articles.page import Heading, page
-from experiments.articles.study import ArticleOptions, command_of, refuse_unused
 from experiments.articles.publish import limit_tag
-from experiments.articles.study import ArticleOptions, command_of, refuse_unused
 from experiments.articles.steps import DecodedSteps, Step, few_steps_notes
+from experiments.articles.study import ArticleOptions, command_of, refuse_unused
 from experiments.articles.timing import Timing, repeated
 from experiments.config import compose_run
 from experiments.hardware import Hardware
 from experiments.plots.curves import Line, Mark, Panel, curves
 from experiments.plots.style import png
 from experiments.point import prepare
-from experiments.studies.cache_on_off import CacheOnOffOptions, cost_of
 from experiments.studies import all_articles, conversation
+from experiments.studies.cache_on_off import CacheOnOffOptions, cost_of
 from experiments.tracking import StoredRun
+from specdec.types import Phase
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
@@ -69,9 +69,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     root = tmp_path_factory.mktemp("articles")
     save_model(root / "target", max_position_embeddings=CONTEXT)
     save_model(root / "long", max_position_embeddings=1024)
+    save_model(root / "odd", hidden_size=12, num_attention_heads=2, num_key_value_heads=2)
     save_prompts(root / "prompts.jsonl", repeating_prompts((5, 7, 4, 6)))
     with pytest.MonkeyPatch.context() as patch:
-    save_model(root / "odd", hidden_size=12, num_attention_heads=2, num_key_value_heads=2)
         patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{root / 'store.db'}")
         patch.setattr("experiments.hardware.LEAST_BUFFER_BYTES", 2**22)
         patch.setattr("experiments.hardware.CACHES_IN_BUFFER", 0)
@@ -136,18 +136,16 @@ def test_a_cache_beyond_the_context_or_the_memory_is_a_limit(
         lab.runner(5, 16)
     with pytest.raises(LimitError, match=OUT_OF_MEMORY):
         lab.decoder(5, 16)
-    with pytest.raises(LimitError, match=f"context 999: {BEYOND_CONTEXT}"):
-        along([999], "context", lambda size: lab.runner(1, size))
     # One cache may serve a whole curve: a GPU is asked before, too, so that the rest of the curve is kept.
     with monkeypatch.context() as patch:
         patch.setattr(lab, "device", torch.device("cuda"))
         lab.check_fits(4, 16)
         with pytest.raises(LimitError, match=OUT_OF_MEMORY):
             lab.check_fits(5, 16)
+    with pytest.raises(LimitError, match=f"context 999: {BEYOND_CONTEXT}"):
+        along([999], "context", lambda size: lab.runner(1, size))
 
 
-def test_running_out_of_memory_is_a_limit_and_another_fault_is_not() -> None:
-    with pytest.raises(LimitError, match=OUT_OF_MEMORY), limits():
 def test_a_model_that_memory_does_not_hold_is_a_limit(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     def convert(weights: object) -> None:
         raise MemoryError
@@ -157,6 +155,8 @@ def test_a_model_that_memory_does_not_hold_is_a_limit(lab: Lab, monkeypatch: pyt
         lab.runner(1, 8)
 
 
+def test_running_out_of_memory_is_a_limit_and_another_fault_is_not() -> None:
+    with pytest.raises(LimitError, match=OUT_OF_MEMORY), limits():
         raise MemoryError
     with pytest.raises(RuntimeError, match="else"), limits():
         raise RuntimeError("something else")
@@ -267,6 +267,10 @@ def test_a_page_has_the_finding_figures_tables_limits_and_the_command() -> None:
     assert "none.png" not in text
 
 
+def test_a_limit_is_a_tag_whatever_it_is_of() -> None:
+    assert limit_tag("KV kept, kv_int8, turn 2 (of 3)") == "limit.KV kept kv_int8 turn 2 of 3"
+
+
 def test_a_command_says_what_is_not_by_default() -> None:
     options = CacheOnOffOptions(new_tokens=7)
     options.name = "cache_on_off"  # type: ignore[attr-defined]
@@ -309,10 +313,6 @@ def test_least_values_are_checked_one_by_one() -> None:
 def test_batch_curve_keeps_what_fits(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["experiment.batches=[1,2,3]", "experiment.prompt_tokens=6", "experiment.new_tokens=5"]
     assert place.run("batch_curve", *arguments, *place.prompts(), "study=batch") == 0
-def test_a_limit_is_a_tag_whatever_it_is_of() -> None:
-    assert limit_tag("KV kept, kv_int8, turn 2 (of 3)") == "limit.KV kept kv_int8 turn 2 of 3"
-
-
     shown = capsys.readouterr()
     assert shown.err == ""
     (stored,) = (one for one in place.runs("batch") if one.tags["kind"] == "point")
@@ -321,6 +321,7 @@ def test_a_limit_is_a_tag_whatever_it_is_of() -> None:
         assert [step for step, _ in place.curve(stored, name)] == [1, 2, 3]
     assert place.plots(stored) == {"batch_curve.png"}
     assert "+experiment=batch_curve" in place.page(stored)
+    assert "plain / dense / autoregressive, cpu, fp32, 1 thread; " in place.page(stored)
     assert [stored.params[f"experiment.batches.{place}"] for place in range(3)] == ["1", "2", "3"]
     assert shown.out.count("kernels timed alone on cold weights") == 1
 
@@ -334,13 +335,13 @@ def test_batch_curves_of_two_strategies_overlay(place: Place) -> None:
     assert {one.tags["strategy"] for one in runs} == {"baseline", "prompt_lookup"}
     steps = [[step for step, _ in place.curve(one, "curve_batch/tok_s")] for one in runs]
     assert steps == [[1, 2], [1, 2]]
-
     # What kernels take for one token of each row says nothing of a step that verifies drafts.
     for one in runs:
         is_plain = one.tags["strategy"] == "baseline"
         assert ("kernels timed alone on cold weights" in place.page(one)) == is_plain
         assert ("by this machine's ceilings" in place.page(one)) == is_plain
         assert ("are not predicted" in place.page(one)) == (not is_plain)
+
 
 def test_a_limit_is_a_recorded_point_and_the_rest_is_kept(
     place: Place, monkeypatch: pytest.MonkeyPatch
@@ -369,7 +370,15 @@ def test_without_the_cache_a_step_reads_the_whole_text(place: Place) -> None:
     assert "both wrote the same text" in text
 
 
-    assert "plain / dense / autoregressive, cpu, fp32, 1 thread; " in place.page(stored)
+def test_what_the_context_cuts_off_is_said(place: Place) -> None:
+    arguments = [f"experiment.prompt_tokens={CONTEXT - 5}", "experiment.new_tokens=9", "experiment.repeats=1"]
+    assert place.run("cache_on_off", *arguments, *place.prompts(), "study=cut") == 0
+    (stored,) = (one for one in place.runs("cut") if one.tags["kind"] == "point")
+    assert [step for step, _ in place.curve(stored, "curve_cache/off_ms")] == [1, 2, 3, 4]
+    assert stored.tags["limit.write 9"] == BEYOND_CONTEXT
+    assert place.page(stored).startswith("# With and without the KV cache\n\nWriting 5 tokens")
+
+
 def test_costs_are_medians_by_position() -> None:
     repeats = ((1, 2), (3, 4), (2, 9))  # seconds of the steps behind the first
     traces = [
@@ -407,64 +416,6 @@ def test_a_conversation_kept_reads_what_is_new_and_says_the_same(place: Place) -
     fewer = place.curve(stored, "curve_conversation/kv_kept_kv_int8_kv_mib")
     assert fewer[-1][1] < kept[-1]
     assert place.plots(stored) == {"conversation.png"}
-
-
-def test_theory_needs_no_model(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    assert place.run("theory", "study=theory", needs_model=False) == 0
-    (stored,) = place.runs("theory")
-    assert (stored.status, stored.tags["kind"]) == ("FINISHED", "report")
-    assert "The articles' arithmetic, published and computed" in place.page(stored)
-    assert place.plots(stored) == {"theory.png"}
-    assert "come out as published" in capsys.readouterr().out
-
-
-def test_all_articles_are_runs_of_their_own_and_one_page(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def broken(self: CacheOnOffOptions, lab: Lab) -> Findings:
-        raise RuntimeError("a fault")
-
-    monkeypatch.setattr(CacheOnOffOptions, "measure", broken)
-    folder = tmp_path / "page"
-    status = place.run(
-        "all_articles",
-        "experiment.experiments=[theory,cache_on_off]",
-        f"model.target={place.root / 'long'}",
-        f"experiment.folder={folder}",
-        "study=all",
-    )
-    assert status != 0
-    runs = {one.name: one for one in place.runs("all") if one.tags["kind"] != "ceilings"}
-    assert runs["theory"].status == "FINISHED"
-    assert runs["cache_on_off baseline"].status == "FAILED"
-    text = place.page(runs["all articles"])
-    assert "* cache_on_off failed: RuntimeError: a fault" in text
-    assert "## Theory: what a pass must cost" in text
-    assert (folder / "README.md").read_text() == text
-    assert (folder / "plots" / "theory.png").read_bytes()
-    assert "cache_on_off failed" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("experiment", "argument", "words"),
-    [
-        ("batch_curve", "experiment.batches=[0]", "numbers of at least 1"),
-        ("batch_curve", "measure.ceilings=skip", "needs them"),
-        ("cache_on_off", "strategy=specdec", "takes no part"),
-        ("cache_on_off", "batch_size=2", "doesn't depend on it"),
-        ("conversation", "experiment.kv_formats=[kv_int3]", "unknown kv 'kv_int3'"),
-        ("theory", "weights=int8", "doesn't depend on it; expected study"),
-        ("all_articles", "experiment.experiments=[quant_grid]", "it has no page"),
-        ("all_articles", "experiment.experiments=[nosuch]", "unknown experiment 'nosuch'"),
-    ],
-)
-def test_bad_input_is_one_line_before_anything_is_logged(
-    place: Place, experiment: str, argument: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert place.run(experiment, argument, "study=bad", needs_model=experiment != "theory") == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert words in line
-    assert place.runs("bad") == []
     text = place.page(stored)
     assert "'KV kept' and 'read again' wrote the same 12 tokens" in text
     assert "a summary took " in text
@@ -509,6 +460,46 @@ def test_a_finding_of_conversations_follows_the_numbers() -> None:
     (note,) = conversation._text_notes(found)
     assert "wrote the same first 3 of 4 tokens" in note
     assert conversation.headline_of({"start afresh": kept}).endswith("only this fitted: start afresh")
+
+
+def test_theory_needs_no_model(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    assert place.run("theory", "study=theory", needs_model=False) == 0
+    (stored,) = place.runs("theory")
+    assert (stored.status, stored.tags["kind"]) == ("FINISHED", "report")
+    assert "The articles' arithmetic, published and computed" in place.page(stored)
+    assert place.plots(stored) == {"theory.png"}
+    # The ridge is at 125.4 tokens: a pass over 125 still waits for memory.
+    assert "for arithmetic over 126 and more" in capsys.readouterr().out
+    assert "worked back from published times (assumed)" in place.page(stored)
+
+
+def test_all_articles_are_runs_of_their_own_and_one_page(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(self: CacheOnOffOptions, lab: Lab) -> Findings:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(CacheOnOffOptions, "measure", broken)
+    folder = tmp_path / "page"
+    status = place.run(
+        "all_articles",
+        "experiment.experiments=[theory,cache_on_off]",
+        f"model.target={place.root / 'long'}",
+        f"experiment.folder={folder}",
+        "study=all",
+    )
+    assert status != 0
+    runs = {one.name: one for one in place.runs("all") if one.tags["kind"] != "ceilings"}
+    assert runs["theory"].status == "FINISHED"
+    assert runs["cache_on_off baseline"].status == "FAILED"
+    text = place.page(runs["all articles"])
+    assert "* cache_on_off failed: RuntimeError: a fault" in text
+    assert "## Theory: what a pass must cost" in text
+    assert (folder / "README.md").read_text() == text
+    assert (folder / "plots" / "theory.png").read_bytes()
+    assert "cache_on_off failed" in capsys.readouterr().out
+
+
 def test_sections_of_the_one_page_are_told_apart() -> None:
     titles = [
         getattr(all_articles.plugins.default_options("experiment", name), "title", name)

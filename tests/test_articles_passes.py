@@ -108,7 +108,7 @@ def test_a_prefill_finding_follows_the_numbers() -> None:
     said = prefill_curve.headline(slower, fit)
     assert "20 tokens are read fastest, at 2,000 tokens" in said
     assert "those of 40 at 25% of that" in said
-    assert "50% of 40 tokens' time" in said
+    assert said.endswith("a fitted quadratic part takes 50% of 40 tokens' time")
     faster = {10: timed(10.0), 20: timed(15.0)}
     assert prefill_curve.dips(faster) == []
     assert prefill_curve.fitted(faster) is None
@@ -130,7 +130,7 @@ def test_a_pass_curve_has_its_slack_and_its_break_even(root: Path) -> None:
     assert steps(root, found, "curve_pass/ms") == [1, 2, 5]
     assert found.tags["limit.tokens 121"] == "beyond context"
     assert found.metrics["curve_pass/slack_x.5"] > 0
-    assert "**Acceptance from which K drafts pay**" in page
+    assert "**Acceptance from which K draft tokens pay**" in page
 
 
 def test_break_even_is_where_speculation_costs_nothing_more() -> None:
@@ -144,11 +144,11 @@ def test_break_even_is_where_speculation_costs_nothing_more() -> None:
     said = pass_curve.headline(passes, paying[0.0], 0.0)
     assert (
         said
-        == "A pass over 5 tokens takes 6.00 times as long as over one; 4 drafts that cost nothing never pay"
+        == "A pass over 5 tokens takes 6.00 times as long as over one; 4 draft tokens that cost nothing never pay off"
     )
     said = pass_curve.headline({1: timed(10.0), 2: timed(15.0)}, paying[0.2], 0.2)
     assert said.endswith(
-        "takes 1.50 times as long as over one; 1 drafts of 20% of a step each pay from an acceptance of 70%"
+        "as long as over one; 1 draft token of 20% of a step each would pay off from an acceptance of 70%"
     )
 
 

@@ -153,6 +153,14 @@ def test_one_question_end_to_end(root: Path, capsys: pytest.CaptureFixture[str],
     assert "asked: 'w1 w2 w3 w1 w2 w3 w1'" in shown
 
 
+def test_a_question_read_in_chunks_was_not_read_at_once(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("experiment.question='w1 w2 w3 w1 w2 w3 w1'", "experiment.new_tokens=3", "experiment.repeats=1")
+    assert run_preset(root, "request_anatomy", "study=chunks", "prefill_chunk=4", *more) == 0
+    assert "Reading the question, 7 tokens in 2 passes, took" in capsys.readouterr().out
+
+
 def test_a_question_beyond_the_context_leaves_a_failed_run(root: Path) -> None:
     question = " ".join(["w1"] * CONTEXT)
     assert run_preset(root, "request_anatomy", "study=too long", f"experiment.question='{question}'") != 0
@@ -255,7 +263,7 @@ def test_phases_end_to_end(root: Path, capsys: pytest.CaptureFixture[str]) -> No
     found = curves(root, "phases_and_batching", "experiment.batches=[1,2,4]", "experiment.prompt_tokens=8")
     names = ("step_ms", "tok_s", "prefill_ms", "prefill_tok_s", "prefill_joint_tok_s")
     assert found == {f"curve_batch/{name}": [1, 2, 4] for name in names}
-    assert "read row by row here" in capsys.readouterr().out
+    assert "this engine reads prompts row by row" in capsys.readouterr().out
 
 
 def test_a_joint_pass_reads_what_rows_alone_read() -> None:
@@ -271,18 +279,21 @@ def test_a_joint_pass_reads_what_rows_alone_read() -> None:
 
 def phases(batch: int, each_ms: float, step_ms: float) -> Phases:
     each, one_step = (Timing(ms, ms, ms, 9, ms) for ms in (each_ms, step_ms))
-    return Phases(batch, 100, each, each, one_step)
+    joint = Timing(0.8 * each_ms, 0, 0, 9, 0) if batch == 8 else each
+    return Phases(batch, 100, each, joint, one_step)
 
 
 def test_what_a_batch_brings_to_each_phase() -> None:
     found = {1: phases(1, 50, 20), 4: phases(4, 200, 20), 8: phases(8, 320, 80)}
     assert found[8].each_tok_s == 2500
     assert found[4].step_tok_s == 200
-    assert phases_and_batching._gains(found) == {"prefill": 1.25, "prefill_joint": 1.25, "decode": 2}
-    assert phases_and_batching._headline(found).startswith("From 1 to 8 rows reading gains 1.25 times")
+    assert phases_and_batching._gains(found) == {"prefill": 1.25, "prefill_joint": 1.5625, "decode": 2}
+    assert phases_and_batching._headline(found) == (
+        "From 1 to 8 rows writing brings 2.00 times the tokens a second, reading in one joint pass 1.56 times"
+    )
     flat = {1: found[1], 4: found[4]}
     assert phases_and_batching._headline(flat).endswith(
-        "writing gains 4.0 times the tokens a second, reading nothing (1.00 times)"
+        "writing brings 4.0 times the tokens a second, reading in one joint pass nothing (1.00 times)"
     )
 
 
@@ -369,12 +380,12 @@ def test_chunks_and_steps_take_turns() -> None:
 
 
 def arrived(ttft_ms: float, *gaps_ms: float) -> Arrivals:
-    return Arrivals([Arrival(ttft_ms, ttft_ms, gaps_ms)], [10.0])
+    return Arrivals([Arrival(ttft_ms, ttft_ms, gaps_ms)], [10.0], ttft_ms)
 
 
 def test_gaps_of_repeats_are_medians_and_have_a_percentile_when_many() -> None:
     runs = [Arrival(90, 60, (30, 50)), Arrival(100, 70, (20, 40)), Arrival(300, 80, (20, 200))]
-    found = Arrivals(runs, [9, 10, 30])
+    found = Arrivals(runs, [9, 10, 30], 500)
     assert (found.num_chunks, found.ttft_ms, found.reading_ms) == (2, 100, 70)
     assert (found.longest_gap_ms, found.median_gap_ms, found.idle_gap_ms) == (50, 35, 10)
     assert found.p99_gap_ms is None
@@ -390,6 +401,8 @@ def test_the_headline_follows_the_numbers() -> None:
     )
     found = {64: arrived(250, 90), 128: arrived(100, 100)}
     assert chunked_prefill._headline(found, 128).startswith("Read whole, a prompt of 128 tokens makes others")
+    # Nothing is said of what was not tried.
+    assert chunked_prefill._headline({128: found[128]}, 128).endswith("makes others wait 100 ms")
 
 
 # --- what is refused

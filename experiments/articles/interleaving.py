@@ -32,10 +32,11 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """The same again and again; `idle_ms`: a step of the others before each."""
+    """The same again and again; `idle_ms`: a step of the others before each. `first_ttft_ms` is one of before them."""
 
     runs: Sequence[Arrival]
     idle_ms: Sequence[float]
+    first_ttft_ms: float
 
     @property
     def num_chunks(self) -> int:
@@ -98,7 +99,7 @@ def arrivals(
             # Read anew: what steps have made final is not rolled back.
             for slot in range(rows + 1):
                 runner.release(slot)
-    return Arrivals(runs[1:], idle_ms[1:])
+    return Arrivals(runs[1:], idle_ms[1:], runs[0].ttft_ms)
 
 
 def one_arrival(

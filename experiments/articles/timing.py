@@ -66,6 +66,11 @@ def repeated(
     return Timing.of(samples_ms)
 
 
+def with_quartiles(samples_ms: Sequence[float]) -> str:
+    """Median and quartiles of all samples, as a `Timing` shows them."""
+    return str(Timing.of(samples_ms, first_ms=samples_ms[0]))
+
+
 def wait(device: torch.device) -> None:
     """Until the device has done what it was given."""
     if device.type == "cuda":

@@ -100,13 +100,14 @@ class AllArticlesOptions(StudyOptions):
             **git_tags(),
             **({"validity": "failed"} if failures else {}),
         }
+        pictures = _pictures(done)
         with run(open_store(), study, "all articles", tags, {}) as logged:
             logged.log_text(text, "report.md")
             logged.set_description(text)
-            for name, content in _pictures(done).items():
+            for name, content in pictures.items():
                 logged.log_bytes(content, f"{publish.PLOTS}/{name}")
         if self.folder is not None:
-            _write(Path(self.folder), text, _pictures(done))
+            _write(Path(self.folder), text, pictures)
             OUT.print(f"page and figures are in {self.folder}", markup=False)
         OUT.print(f"{minutes:.1f} min in all; logged as run {logged.run_id}")
 

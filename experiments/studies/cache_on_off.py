@@ -9,26 +9,36 @@ from typing import ClassVar
 
 from matplotlib.figure import Figure
 
+from experiments import theory
 from experiments.articles.findings import Findings, Rows
-from experiments.articles.lab import Lab
+from experiments.articles.lab import BEYOND_CONTEXT, CACHED, Lab, LimitError
 from experiments.articles.study import ArticleOptions
+from experiments.articles.timing import with_quartiles
 from experiments.measure import measure
 from experiments.plots.curves import Line, Panel, curves
 from experiments.trace import PassEvent, Trace
 from specdec.types import Request
 
 ON, OFF = "with the cache", "without"
-METHODS = {ON: "autoregressive", OFF: "no_cache"}
+LEAST_NEW_TOKENS = 3  # a first and a last step behind the first token
+METHODS = {ON: CACHED, OFF: "no_cache"}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Writing one text: time and tokens read of each step behind the first token, by output position."""
+    """Writing one text: time and tokens read of each step behind the first token, by output position.
+
+    `totals_ms` are the sums of all steps, one for each repeat.
+    """
 
     ms: Sequence[float]
     tokens: Sequence[int]
-    total_ms: float
+    totals_ms: Sequence[float]
     token_ids: tuple[int, ...]
+
+    @property
+    def total_ms(self) -> float:
+        return median(self.totals_ms)
 
 
 @dataclass
@@ -43,10 +53,13 @@ class CacheOnOffOptions(ArticleOptions):
     repeats: int = 3
 
     def __post_init__(self) -> None:
-        self.check_at_least(prompt_tokens=1, new_tokens=3, repeats=1)
+        self.check_at_least(prompt_tokens=1, new_tokens=LEAST_NEW_TOKENS, repeats=1)
 
     def measure(self, lab: Lab) -> Findings:
-        (request,) = lab.real_requests(1, self.prompt_tokens, self.new_tokens)
+        new_tokens = min(self.new_tokens, lab.context - self.prompt_tokens)
+        if new_tokens < LEAST_NEW_TOKENS:
+            raise LimitError(f"prompt {self.prompt_tokens}: {BEYOND_CONTEXT}")
+        (request,) = lab.real_requests(1, self.prompt_tokens, new_tokens)
         decoders = {
             name: lab.varied(decoding=decoding).decoder(1, request.max_length)
             for name, decoding in METHODS.items()
@@ -56,10 +69,10 @@ class CacheOnOffOptions(ArticleOptions):
         slower = costs[OFF].total_ms / costs[ON].total_ms
         more = sum(costs[OFF].tokens) / sum(costs[ON].tokens)
         headline = (
-            f"Writing {self.new_tokens} tokens without the cache reads {more:.0f} times as many tokens "
+            f"Writing {new_tokens} tokens without the cache reads {more:.0f} times as many tokens "
             f"and takes {slower:.1f} times as long"
         )
-        positions = range(1, self.new_tokens)
+        positions = range(1, new_tokens)
         return Findings(
             headline,
             curves={
@@ -79,6 +92,7 @@ class CacheOnOffOptions(ArticleOptions):
                 "n x prompt + n^2/2 in all",
                 _text_note(costs),
             ],
+            limits={} if new_tokens == self.new_tokens else {f"write {self.new_tokens}": BEYOND_CONTEXT},
         )
 
 
@@ -89,7 +103,7 @@ def cost_of(traces: Sequence[Trace]) -> Cost:
     return Cost(
         ms=[median(1e3 * step.duration_s for step in steps) for steps in zip(*later, strict=True)],
         tokens=[_tokens(step.start_s, step.end_s, first.passes) for step in first.steps[1:]],
-        total_ms=median(1e3 * sum(step.duration_s for step in steps) for steps in later),
+        totals_ms=[1e3 * sum(step.duration_s for step in steps) for steps in later],
         token_ids=tuple(token for step in first.steps for token in step.output.committed[0]),
     )
 
@@ -99,11 +113,21 @@ def _tokens(start_s: float, end_s: float, passes: Sequence[PassEvent]) -> int:
 
 
 def _table(costs: Mapping[str, Cost], request: Request) -> Rows:
-    steps = request.max_new_tokens - 1
     prompt = len(request.prompt_ids)
-    # The newest token is read too: step i has the prompt and i tokens before it.
-    theory = {ON: steps, OFF: steps * prompt + steps * (steps + 1) // 2}
-    heading = ["", "passes", "tokens read", "in theory", "first step, ms", "last step, ms", "in all, s"]
+    # All but the first pass, which reads the prompt either way.
+    counted = {
+        name: theory.tokens_processed(prompt, request.max_new_tokens, is_cached=name == ON) - prompt
+        for name in METHODS
+    }
+    heading = [
+        "",
+        "passes",
+        "tokens read",
+        "in theory",
+        "first step, ms",
+        "last step, ms",
+        "in all, ms [quartiles]",
+    ]
     return [
         heading,
         *(
@@ -111,10 +135,10 @@ def _table(costs: Mapping[str, Cost], request: Request) -> Rows:
                 name,
                 str(len(cost.tokens)),
                 f"{sum(cost.tokens):,}",
-                f"{theory[name]:,}",
+                f"{counted[name]:,}",
                 f"{cost.ms[0]:.1f}",
                 f"{cost.ms[-1]:.1f}",
-                f"{cost.total_ms / 1e3:.2f}",
+                with_quartiles(cost.totals_ms),
             ]
             for name, cost in costs.items()
         ),

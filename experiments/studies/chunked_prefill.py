@@ -13,6 +13,7 @@ from experiments.articles.findings import Findings, Rows
 from experiments.articles.interleaving import Arrivals, arrivals
 from experiments.articles.lab import Lab, along
 from experiments.articles.study import ArticleOptions
+from experiments.articles.timing import with_quartiles
 from experiments.plots.curves import Line, Panel, curves
 
 
@@ -58,6 +59,8 @@ class ChunkedPrefillOptions(ArticleOptions):
                 "pass read the weights once for both, which is not measured here",
                 "gaps are those of the rows that decode; the longest is the median over the repeats of each one's "
                 "longest; there is a 99th percentile for 100 gaps or more",
+                f"the first arrival of all, which is not counted, had its first token after "
+                f"{found[min(found)].first_ttft_ms:.0f} ms",
                 "the size of the best balance has the least product of time to the first token and longest gap",
                 "theory: the chunks' passes at the measured ceilings, in turn with steps at theirs; a gap is a mean "
                 "chunk and a step, without overhead",
@@ -83,10 +86,10 @@ def _headline(found: Mapping[int, Arrivals], prompt_tokens: int) -> str:
     best, most = balanced(found), max(found)
     read = "whole" if most == prompt_tokens else f"in chunks of {most}"
     if best == most:
-        return (
-            f"Read {read}, a prompt of {prompt_tokens} tokens makes others wait {found[most].longest_gap_ms:.0f} ms; "
-            "smaller chunks lengthen the time to the first token by more than they shorten that"
-        )
+        text = f"Read {read}, a prompt of {prompt_tokens} tokens makes others wait {found[most].longest_gap_ms:.0f} ms"
+        if len(found) == 1:
+            return text
+        return f"{text}; smaller chunks lengthen the time to the first token by more than they shorten that"
     gap, ttft = (
         found[best].longest_gap_ms / found[most].longest_gap_ms,
         found[best].ttft_ms / found[most].ttft_ms,
@@ -102,9 +105,9 @@ def _table(found: Mapping[int, Arrivals], floors: Mapping[int, tuple[float, floa
     heading = [
         "tokens of a chunk",
         "chunks",
-        "TTFT, ms",
+        "TTFT, ms [quartiles]",
         "of it reading",
-        "longest gap, ms",
+        "longest gap, ms [quartiles]",
         "median gap, ms",
         "p99",
         "gap without arrival",
@@ -117,9 +120,9 @@ def _table(found: Mapping[int, Arrivals], floors: Mapping[int, tuple[float, floa
             [
                 str(chunk),
                 str(at.num_chunks),
-                f"{at.ttft_ms:.0f}",
+                with_quartiles([run.ttft_ms for run in at.runs]),
                 f"{at.reading_ms:.0f}",
-                f"{at.longest_gap_ms:.1f}",
+                with_quartiles([max(run.gaps_ms) for run in at.runs]),
                 f"{at.median_gap_ms:.1f}",
                 "-" if at.p99_gap_ms is None else f"{at.p99_gap_ms:.1f}",
                 f"{at.idle_gap_ms:.1f}",

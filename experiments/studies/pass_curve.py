@@ -68,12 +68,13 @@ class PassCurveOptions(ArticleOptions):
             },
             tables={
                 "One pass of one row": _table(found, floors),
-                "Acceptance from which K drafts pay": _break_even_table(found, paying),
+                "Acceptance from which K draft tokens pay": _break_even_table(found, paying),
             },
             figures=_figures(title, found, floors, paying),
             notes=[
-                "slack is the time of a pass over K + 1 tokens by that of one token: what K drafts cost to verify; "
-                "break-even is the acceptance from which drafting K tokens is faster than not drafting",
+                "slack is the time of a pass over K + 1 tokens by that of one: what K draft tokens cost to verify; "
+                "break-even is the acceptance from which drafting K tokens is faster than not drafting, if each is "
+                "accepted with the same probability whatever came before (Leviathan et al. 2023)",
                 _theory_note(found, floors),
                 agreement(found, floors),
             ],
@@ -113,12 +114,13 @@ def headline(found: Mapping[int, Timing], paying: Mapping[int, float | None], dr
         return f"A pass over {tokens} tokens takes {found[tokens].median_ms:.1f} ms"
     longest = max(found)
     pays = paying[tokens - 1]
-    pay = "never pay" if pays is None else f"pay from an acceptance of {pays:.0%}"
-    drafts = "drafts that cost nothing" if not draft_cost else f"drafts of {draft_cost:.0%} of a step each"
+    pay = "never pay off" if pays is None else f"would pay off from an acceptance of {pays:.0%}"
+    drafts = f"{tokens - 1} draft token{'' if tokens == 2 else 's'}"
+    cost = f"of {draft_cost:.0%} of a step each" if draft_cost else "that cost nothing"
     text = f"A pass over {tokens} tokens takes {slacks(found)[tokens]:.2f} times as long as over one"
     if longest > tokens:
         text += f", over {longest} {slacks(found)[longest]:.1f} times"
-    return f"{text}; {tokens - 1} {drafts} {pay}"
+    return f"{text}; {drafts} {cost} {pay}"
 
 
 def _floor_with_overhead(floors: Mapping[int, Floors]) -> dict[int, float]:
@@ -180,5 +182,5 @@ def _figures(
         Line(BREAK_EVEN_LABEL.format(cost), [(k, 100 * rate) for k, rate in by_k.items() if rate is not None])
         for cost, by_k in paying.items()
     ]
-    acceptance = Panel(rates, "draft tokens, K", "acceptance from which K drafts pay, %", log_y=False)
+    acceptance = Panel(rates, "draft tokens, K", "acceptance from which K draft tokens pay, %", log_y=False)
     return {"pass_curve.png": curves([time, acceptance], title)}

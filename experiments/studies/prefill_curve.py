@@ -95,7 +95,9 @@ def headline(found: Mapping[int, Timing], fit: PrefillCurve | None) -> str:
         text += f"; those of {longest:,} at {speed[longest] / speed[best]:.0%} of that"
     if fit is None:
         return text
-    return f"{text}; the quadratic part takes {fit.quadratic_frac(longest):.0%} of {longest:,} tokens' time"
+    return (
+        f"{text}; a fitted quadratic part takes {fit.quadratic_frac(longest):.0%} of {longest:,} tokens' time"
+    )
 
 
 def _mfu(lab: Lab, tokens: int, timing: Timing) -> float:
@@ -118,8 +120,8 @@ def _fit_notes(found: Mapping[int, Timing], fit: PrefillCurve | None) -> list[st
     if fit is None:
         return ["linear and quadratic part need at least three lengths"]
     text = (
-        f"n tokens take {1e3 * fit.fixed_s:.1f} ms + {1e3 * fit.linear_s:.3g} ms x n + {1e6 * fit.quadratic_s:.2g} us "
-        "x n^2 (least squares of relative errors, no part negative)"
+        f"fitted, n tokens take {1e3 * fit.fixed_s:.1f} ms + {1e3 * fit.linear_s:.3g} ms x n + "
+        f"{1e6 * fit.quadratic_s:.2g} us x n^2 (least squares of relative errors, no part negative)"
     )
     if fit.quadratic_s and fit.linear_s:
         text += f"; both parts would be equal at {fit.equal_tokens:,.0f} tokens"

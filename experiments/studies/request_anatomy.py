@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, ClassVar
 
 from matplotlib.figure import Figure
@@ -13,6 +14,7 @@ from experiments.articles.anatomy import Anatomy, anatomies
 from experiments.articles.findings import Findings, Rows
 from experiments.articles.lab import BEYOND_CONTEXT, Lab, LimitError, limits
 from experiments.articles.study import ArticleOptions
+from experiments.articles.timing import with_quartiles
 from experiments.plots.curves import Line, Panel, curves
 from experiments.plots.timeline import request_timeline
 from experiments.workloads.base import Prompt, encode
@@ -54,15 +56,16 @@ class RequestAnatomyOptions(ArticleOptions):
             1e3 * sum(theory.cost_of(event, cost, lab.ceilings).seconds for event in events)
             for events in usual.target_passes
         ]
+        tpots_ms = [run.metrics.tpot_ms for run in runs if run.metrics.tpot_ms is not None]
         worst_pct = 100 * max(abs(run.error_frac) for run in runs)
-        headline = _headline(usual, len(prompt_ids))
+        headline = _headline(usual)
         return Findings(
             headline,
             curves={"trace/step_ms": usual.positions_ms},
             metrics={
-                "latency/ttft_ms.p50": usual.metrics.ttft_ms,
-                "latency/tpot_ms.p50": usual.metrics.tpot_ms,
-                "latency/total_s.p50": usual.outer_ms / 1e3,
+                "latency/ttft_ms.p50": median(run.metrics.ttft_ms for run in runs),
+                "latency/tpot_ms.p50": median(tpots_ms) if tpots_ms else None,
+                "latency/total_s.p50": median(run.outer_ms for run in runs) / 1e3,
                 "latency/identity_error_pct.max": worst_pct,
             },
             tables={
@@ -72,7 +75,8 @@ class RequestAnatomyOptions(ArticleOptions):
             figures=_figures(headline, usual, floors_ms),
             notes=[
                 f"asked: {self.question!r}; answered: {tokenizer.decode(usual.timeline.token_ids)!r}",
-                f"the one of median length of {len(runs)} runs; the first of this process, before them, took "
+                f"the one of median length of {len(runs)} runs, which took "
+                f"{with_quartiles([run.outer_ms for run in runs])} ms; the first of this process, before them, took "
                 f"{first.outer_ms:.0f} ms, {first.metrics.ttft_ms:.0f} ms of them to its first token",
                 f"in these runs the sum is off the outer clock by at most {worst_pct:.2f} %: closing the request "
                 "behind its last token is what it leaves out",
@@ -82,10 +86,14 @@ class RequestAnatomyOptions(ArticleOptions):
         )
 
 
-def _headline(found: Anatomy, prompt_tokens: int) -> str:
+def _headline(found: Anatomy) -> str:
     read_frac = found.metrics.ttft_ms / found.outer_ms
+    reading = found.target_passes[0]
+    prompt_tokens = sum(sum(event.counts) for event in reading)
+    num_passes = sum(event.num_passes for event in reading)
+    how = "at once" if num_passes == 1 else f"in {num_passes} passes"
     return (
-        f"Reading the question, {prompt_tokens} tokens at once, took {read_frac:.0%} of {found.outer_ms:.0f} ms; "
+        f"Reading the question, {prompt_tokens} tokens {how}, took {read_frac:.0%} of {found.outer_ms:.0f} ms; "
         f"the other {found.later_tokens} tokens of the answer came in {len(found.trace.steps) - 1} steps"
     )
 

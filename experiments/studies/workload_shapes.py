@@ -27,12 +27,27 @@ SHAPES = ("chat", "document", "inverted")
 
 @dataclass(frozen=True)
 class Outcome:
-    """A request of a shape: as predicted, as measured (None where it could not be), and its hardware floor."""
+    """A request of a shape: as predicted, as measured again and again (if it could be), and its hardware floor."""
 
     shape: Shape
     predicted: RequestTime
-    measured: RequestTime | None
+    runs: Sequence[RequestTime]
     floor: RequestTime
+
+    @property
+    def measured(self) -> RequestTime | None:
+        """Medians of both phases."""
+        if not self.runs:
+            return None
+        return RequestTime(
+            median(run.prefill_s for run in self.runs), median(run.decode_s for run in self.runs)
+        )
+
+    @property
+    def range_s(self) -> str:
+        """The least and the most that a whole one took."""
+        totals_s = [run.total_s for run in self.runs]
+        return f"{seconds(min(totals_s))} to {seconds(max(totals_s))}" if totals_s else "-"
 
 
 @dataclass
@@ -90,17 +105,18 @@ class WorkloadShapesOptions(ArticleOptions):
         )
 
     def _outcome(self, lab: Lab, shape: Shape, law: RequestLaw, missing: dict[str, str]) -> Outcome:
-        predicted, measured = law.predict(shape), None
+        predicted = law.predict(shape)
+        runs: Sequence[RequestTime] = ()
         try:
-            measured = self._measured(lab, shape, predicted)
+            runs = self._measured(lab, shape, predicted)
         except LimitError as limit:
             missing[shape.name] = str(limit)
         cost = replace(lab.cost, kv_row_bytes=())  # which are known within the context only
         floor = theory.predicted_request(cost, lab.ceilings, shape.prompt_tokens, shape.new_tokens)
-        return Outcome(shape, predicted, measured, floor)
+        return Outcome(shape, predicted, runs, floor)
 
-    def _measured(self, lab: Lab, shape: Shape, predicted: RequestTime) -> RequestTime:
-        """Medians of whole requests, after one that is not counted. Raises LimitError."""
+    def _measured(self, lab: Lab, shape: Shape, predicted: RequestTime) -> list[RequestTime]:
+        """Whole requests, after one that is not counted. Raises LimitError."""
         if shape.prompt_tokens + shape.new_tokens > lab.context:
             raise LimitError(BEYOND_CONTEXT)
         if predicted.total_s > self.most_seconds:
@@ -108,10 +124,10 @@ class WorkloadShapesOptions(ArticleOptions):
                 f"predicted to take {seconds(predicted.total_s)}, experiment.most_seconds is {self.most_seconds:g}"
             )
         runs = [decode_steps(lab, 1, shape.prompt_tokens, shape.new_tokens) for _ in range(self.repeats + 1)]
-        return RequestTime(
-            median(run.prefill_ms for run in runs[1:]) / 1e3,
-            median(sum(step.ms for step in run.steps) - run.prefill_ms for run in runs[1:]) / 1e3,
-        )
+        return [
+            RequestTime(run.prefill_ms / 1e3, (sum(step.ms for step in run.steps) - run.prefill_ms) / 1e3)
+            for run in runs[1:]
+        ]
 
 
 def _reading(outcome: Outcome) -> str:
@@ -133,11 +149,11 @@ def _table(outcomes: Sequence[Outcome]) -> Rows:
     def cells(time: RequestTime | None) -> list[str]:
         return ["-", "-"] if time is None else [seconds(time.total_s), f"{time.prefill_frac:.0%}"]
 
-    heading = ["tokens", "predicted", "reading", "measured", "reading", "hardware floor", "reading"]
+    heading = ["tokens", "predicted", "reading", "measured", "reading", "range", "hardware floor", "reading"]
     return [
         heading,
         *(
-            [str(one.shape), *cells(one.predicted), *cells(one.measured), *cells(one.floor)]
+            [str(one.shape), *cells(one.predicted), *cells(one.measured), one.range_s, *cells(one.floor)]
             for one in outcomes
         ),
     ]
