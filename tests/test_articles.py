@@ -438,13 +438,25 @@ def test_a_conversation_goes_as_far_as_it_fits(place: Place) -> None:
     assert "In turn 3 of a conversation" in place.page(stored)
 
 
+def test_a_turn_taken_several_times_is_one_with_medians() -> None:
+    summaries = [Turn(3, 9, (ms,), (10,), 1.0, (5,)) for ms in (20, 40)]
+    turns = [
+        Turn(7, 9, (ms,), (5, ms), 1.0, (1, 2), summary)
+        for ms, summary in zip((1, 3), summaries, strict=True)
+    ]
+    both = Turn.merged(turns)
+    assert (both.ttfts_ms, both.ttft_ms, both.steps_ms) == ((1, 3), 2, (5, 1, 5, 3))
+    assert both.total_ms == 2 + 14 / 2
+    assert both.waited_ms == 2 + 30 + 10
+
+
 def talked(ttft_ms: float, *steps_ms: float, answer: tuple[int, ...] = (1, 2), kv_mib: float = 1.0) -> Turn:
-    return Turn(7, 9, ttft_ms, steps_ms, kv_mib, answer)
+    return Turn(7, 9, (ttft_ms,), steps_ms, kv_mib, answer)
 
 
 def test_who_waits_for_a_summary_waits_for_all_of_its_steps() -> None:
     summary = talked(10, 1, 2, 30)
-    turn = Turn(7, 9, 100, (5, 6), 1.0, (1, 2), summary)
+    turn = Turn(7, 9, (100,), (5, 6), 1.0, (1, 2), summary)
     assert (turn.total_ms, summary.total_ms, turn.waited_ms) == (111, 43, 143)
     assert (turn.step.median_ms, turn.step.first_ms) == (6, 5)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -21,16 +22,32 @@ MIB = 2**20
 class Turn:
     """One turn. `read_tokens` were read for it; the cache holds `context_tokens`, in `kv_mib`, at its end.
 
-    `steps_ms` wrote the answer's tokens behind the first. `summary`: before it the model summed up what was said.
+    `ttfts_ms`: to its first token, once for each time that it was taken. `steps_ms` wrote the answer's tokens behind
+    the first, those of all times. `summary`: before it the model summed up what was said.
     """
 
     read_tokens: int
     context_tokens: int
-    ttft_ms: float
+    ttfts_ms: tuple[float, ...]
     steps_ms: tuple[float, ...]
     kv_mib: float
     answer: tuple[int, ...]
     summary: Turn | None = None
+
+    @staticmethod
+    def merged(turns: Sequence[Turn]) -> Turn:
+        """The same turn, taken several times, as one."""
+        summaries = [turn.summary for turn in turns if turn.summary is not None]
+        return replace(
+            turns[0],
+            ttfts_ms=tuple(ms for turn in turns for ms in turn.ttfts_ms),
+            steps_ms=tuple(ms for turn in turns for ms in turn.steps_ms),
+            summary=Turn.merged(summaries) if summaries else None,
+        )
+
+    @property
+    def ttft_ms(self) -> float:
+        return median(self.ttfts_ms)
 
     @property
     def step(self) -> Timing:
@@ -39,7 +56,7 @@ class Turn:
     @property
     def total_ms(self) -> float:
         """Reading and writing, without the summary."""
-        return self.ttft_ms + sum(self.steps_ms)
+        return self.ttft_ms + sum(self.steps_ms) / len(self.ttfts_ms)
 
     @property
     def waited_ms(self) -> float:
@@ -82,7 +99,7 @@ class Dialogue:
         return Turn(
             read_tokens=len(text),
             context_tokens=self._runner.lengths[0],
-            ttft_ms=ttft_ms,
+            ttfts_ms=(ttft_ms,),
             steps_ms=tuple(steps_ms),
             kv_mib=self._runner.cache.live_bytes / MIB,
             answer=tuple(answer),

@@ -114,7 +114,7 @@ def _draw(axes: Axes, panel: Panel, looks: dict[str, Look], x_characters: int) -
             xs,
             ys,
             color=colour,
-            zorder=2 if line.is_theory else 3,
+            zorder=3.5 if line.is_theory else 3,
             **_line_style(line.is_theory, marker if len(xs) <= MOST_MARKERS else "", scale),
         )
         for name, point in zip(line.names, line.points, strict=bool(line.names)):

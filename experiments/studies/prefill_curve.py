@@ -36,7 +36,7 @@ class PrefillCurveOptions(ArticleOptions):
 
     title: ClassVar[str] = "Reading longer and longer prompts"
 
-    tokens: list[int] = field(default_factory=lambda: [16, 32, 64, 128, 256, 512, 1024, 2048])
+    tokens: list[int] = field(default_factory=lambda: [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192])
 
     def __post_init__(self) -> None:
         self.check_at_least(tokens=1)

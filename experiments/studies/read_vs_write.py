@@ -200,6 +200,6 @@ def _figures(
         "output position",
         "time of one step, ms",
         log_x=False,
-            log_y=False,
+        log_y=False,
     )
     return {"read_vs_write.png": curves([time, step], found.headline)}
