@@ -133,8 +133,13 @@ def test_ticks_are_measured_points_with_room_between_them_and_where_theory_ends(
     theory = Curve("fitted", [(32, 1.0), (100_000, 900.0)], is_theory=True)
     figure = curves([Panel([measured, theory], "tokens", "ms")] * 2, "Far beyond")
     assert figure is not None
-    assert list(figure.axes[0].get_xticks()) == [32, 128, 512, 2048, 100_000]
+    assert list(figure.axes[0].get_xticks()) == [32, 256, 2048, 100_000]
     assert_legible(figure)
+    prompts = Curve("measured", [(2.0**power, 1.0) for power in range(4, 14)])
+    wide = curves([Panel([prompts], "tokens", "ms")] * 2, "Long labels")
+    assert wide is not None
+    assert list(wide.axes[0].get_xticks()) == [32, 128, 512, 2048, 8192]
+    assert_legible(wide)
     near = curves([Panel([measured], "tokens", "ms")], "All of them")
     assert list(axes_of(near).get_xticks()) == [32, 64, 128, 256, 512, 1024, 2048]
 

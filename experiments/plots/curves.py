@@ -16,8 +16,6 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocat
 from experiments.plots import style
 
 PANEL_HEIGHT_IN = 5.4
-# More powers of two than this would touch each other below a panel.
-MOST_TICKS = 9
 # More markers than this would hide their line.
 MOST_MARKERS = 40
 # A logarithmic y axis from its least to its most with ticks between powers of ten.
@@ -124,7 +122,7 @@ def _draw(axes: Axes, panel: Panel, looks: dict[str, Look], x_characters: int) -
             axes.fill_between(xs, low, high, color=style.lighter(colour, 0.7), linewidth=0, zorder=1)
     if panel.log_x:
         axes.set_xscale("log", base=2)
-        _set_x_ticks(axes, panel)
+        _set_x_ticks(axes, panel, x_characters)
     else:
         axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: style.number(value)))
@@ -162,13 +160,15 @@ def _write_above(axes: Axes, text: str, point: tuple[float, float], is_left: boo
     )
 
 
-def _set_x_ticks(axes: Axes, panel: Panel) -> None:
+def _set_x_ticks(axes: Axes, panel: Panel, characters: int) -> None:
     """At measured points, and at the end of a theory that goes further: from the right, while there is room."""
     measured = {x for line in panel.lines if not line.is_theory for x, _ in line.points if x > 0}
     if not measured:
         return
     every = sorted({x for line in panel.lines for x, _ in line.points if x > 0})
-    apart = math.log(every[-1] / every[0]) / MOST_TICKS
+    # So many labels of the longest one's length, each with a space, fit below.
+    most = characters / (max(len(style.number(x)) for x in every) + 1)
+    apart = math.log(every[-1] / every[0]) / most
     ticks = [every[-1]]
     for x in sorted(measured, reverse=True):
         if math.log(ticks[-1] / x) >= apart:
