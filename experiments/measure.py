@@ -79,7 +79,7 @@ def measure(
         if warmup:
             for arm in list(running):
                 tried(arm, settle)
-        with _old_objects_exempt():
+        with old_objects_exempt():
             for repeat in range(repeats):
                 for number in order.sample(range(len(blocks)), len(blocks)):
                     for arm in order.sample(sorted(running), len(running)):
@@ -155,7 +155,7 @@ def record_steps(decoder: Decoder, block: Sequence[Request], recorder: Recorder)
 
 
 @contextmanager
-def _old_objects_exempt() -> Iterator[None]:
+def old_objects_exempt() -> Iterator[None]:
     """The libraries' million objects are looked at once, not before each block: a quarter of a second each time."""
     gc.collect()
     gc.freeze()

@@ -38,7 +38,7 @@ class ConversationOptions(ArticleOptions):
 
     turns: int = 8
     answer_tokens: int = 16
-    repeats: int = 2
+    repeats: int = 3
     limit: int = 512
     summary_tokens: int = 48
     summary_every: int = 3
