@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
-from experiments import plugins
+import torch
+
+from experiments import environment, plugins
 from experiments.articles import publish
 from experiments.articles.page import page
 from experiments.articles.study import (
@@ -145,8 +148,15 @@ def combined(
     ]
     lines += [f"* {name} failed: {type(error).__name__}: {error}" for name, error in failures.items()]
     sections = [page(one.heading, one.found, figure_folder, level=2) for one in done.values()]
-    again = f"All of it again, on your machine and model: `{command}`"
+    again = f"{origin()}. All of it again, on your machine and model: `{command}`"
     return "\n\n".join([f"# {TITLE}", "\n".join(lines), again, *sections])
+
+
+def origin() -> str:
+    """When, with what, and on which machine."""
+    commit = environment.git_state()["commit"]
+    code = f"commit {commit[:7]}" if commit else f"metrics version {METRICS_VERSION}"
+    return f"{date.today()}, {environment.cpu_name()}, torch {torch.__version__}, {code}"
 
 
 def _anchor(title: str) -> str:
