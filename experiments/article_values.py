@@ -49,12 +49,13 @@ class Published:
 
 
 def published_values() -> list[Published]:
+    """All of them, in the order in which one would derive them."""
+    return [*_passes(), *_floors(), *_requests(), *_caches()]
+
+
+def _passes() -> list[Published]:
     prompt = theory.pass_cost(PARAMETERS, PROMPT_TOKENS, PEAK.read_gb_s, SUSTAINED_TFLOP_S, BYTES_PER_WEIGHT)
     token = theory.pass_cost(PARAMETERS, 1, PEAK.read_gb_s, SUSTAINED_TFLOP_S, BYTES_PER_WEIGHT)
-    weights = theory.weights_only(PARAMETERS, BYTES_PER_WEIGHT)
-    small = floor_ms(theory.weights_only(0.99 * GIGA, 1.0), Ceilings(262, math.inf))
-    measured = theory.decode_pass(1, seconds=1 / 143)
-    kv_bytes = LLAMA_3_1_8B.kv_bytes_per_token()
     prompt_how = f"2 x 8e9 x {PROMPT_TOKENS} / {SUSTAINED_TFLOP_S:.0f} TFLOP/s (both assumed)"
     return [
         Published("prompt pass, arithmetic", 0.0762, 1e-4, "s", prompt.compute_s, prompt_how),
@@ -69,6 +70,14 @@ def published_values() -> list[Published]:
         Published(
             "one token, reading / arithmetic", 125, 1, "x", token.imbalance, "of the two above, unrounded"
         ),
+    ]
+
+
+def _floors() -> list[Published]:
+    weights = theory.weights_only(PARAMETERS, BYTES_PER_WEIGHT)
+    small = floor_ms(theory.weights_only(0.99 * GIGA, 1.0), Ceilings(262, math.inf))
+    measured = theory.decode_pass(1, seconds=1 / 143)
+    return [
         Published("decode floor", 4.8, 0.1, "ms", floor_ms(weights, PEAK), "16 GB / 3.35 TB/s"),
         Published("most tokens a second", 209, 1, "tok/s", 1e3 / floor_ms(weights, PEAK), "1 / the floor"),
         Published(
@@ -107,6 +116,11 @@ def published_values() -> list[Published]:
             QWEN_2_5_0_5B.weights_bytes() / GIGA,
             "Qwen2.5 0.5B in 16 bits (assumed: the articles' model is not named)",
         ),
+    ]
+
+
+def _requests() -> list[Published]:
+    return [
         Published("write 512 / read 512 tokens", 190, 10, "x", 5.2 / 0.027, "5.2 s / 27 ms, both measured"),
         Published(
             "write / read, another machine", 19, 1, "x", None, "measured; times and machine are not given"
@@ -122,6 +136,12 @@ def published_values() -> list[Published]:
             theory.write_read_ratio(512, PARAMETERS, Ceilings(1.0, math.inf)),
             "512 passes against one, if arithmetic cost nothing",
         ),
+    ]
+
+
+def _caches() -> list[Published]:
+    kv_bytes = LLAMA_3_1_8B.kv_bytes_per_token()
+    return [
         Published(
             "cache of one token, 8B model",
             131_072,

@@ -17,7 +17,7 @@ from experiments import run, tracking
 from experiments.articles.dialogue import Turn
 from experiments.articles.findings import Findings
 from experiments.articles.fits import line_through
-from experiments.articles.floor_lines import agreement, floor_cells, floor_lines
+from experiments.articles.floor_lines import NO_OVERHEAD, agreement, floor_cells, floor_lines
 from experiments.articles.lab import BEYOND_CONTEXT, OUT_OF_MEMORY, Floors, Lab, LimitError, along, limits
 from experiments.articles.page import Heading, page
 from experiments.articles.publish import limit_tag
@@ -29,7 +29,7 @@ from experiments.hardware import Hardware
 from experiments.plots.curves import Line, Mark, Panel, curves
 from experiments.plots.style import png
 from experiments.point import prepare
-from experiments.studies import all_articles, conversation
+from experiments.studies import all_articles, conversation, pass_curve
 from experiments.studies.cache_on_off import CacheOnOffOptions, cost_of
 from experiments.tracking import StoredRun
 from specdec.types import Phase
@@ -173,6 +173,23 @@ def test_requests_have_one_length_and_real_texts(lab: Lab) -> None:
     requests = lab.real_requests(6, 12, 3)
     assert [(len(one.prompt_ids), one.max_new_tokens) for one in requests] == [(12, 3)] * 6
     assert requests[0].prompt_ids[: -len(lab.point.requests[0].prompt_ids)] != ()
+
+
+def test_an_overhead_that_is_not_known_is_no_overhead_of_0(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hardware, "overhead_ms", lambda *_: None)
+    floors = {tokens: lab.varied().floors(1, tokens, 5) for tokens in (1, 2)}
+    assert floors[1].with_overhead_ms is None
+    assert pass_curve._floor_with_overhead(floors) == {}
+    assert pass_curve._theory_note({}, floors) == NO_OVERHEAD
+    known = Floors(3.0, 2.0, 1.5)
+    assert known.with_overhead_ms == 4.5
+
+
+def test_other_stores_stand_beside_the_own_one_which_is_first(lab: Lab) -> None:
+    stores = lab.stores(["kv_int8", "dense", "kv_int4"])
+    assert list(stores) == ["dense", "kv_int8", "kv_int4"]
+    assert stores["dense"] is lab
+    assert [one.arm.kv.name for one in stores.values()] == list(stores)
 
 
 def test_floors_are_those_of_bytes_and_operations(lab: Lab) -> None:
@@ -543,6 +560,8 @@ def test_a_store_that_cannot_hold_the_heads_is_refused_before_anything_is_measur
         ("batch_curve", "measure.ceilings=skip", "needs them"),
         ("cache_on_off", "strategy=specdec", "takes no part"),
         ("cache_on_off", "batch_size=2", "doesn't depend on it"),
+        ("batch_curve", "sampling.stop=[a]", "go on to their length; expected none of sampling.stop, "),
+        ("read_vs_write", "sampling.ignore_eos=true", "go on to their length"),
         (
             "cache_on_off",
             "strategy=no_cache",

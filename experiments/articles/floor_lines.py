@@ -10,6 +10,9 @@ from experiments.plots.curves import Line
 
 # What a prediction may be off by, as a share of what was measured.
 AGREES_FRAC = 0.25
+NO_OVERHEAD = (
+    "the overhead of a pass is not known: this weight format can't hold the tiny model that shows it"
+)
 FLOOR_HEADING = ("hardware floor, ms", "kernels alone, ms")
 
 

@@ -50,13 +50,18 @@ class Floors:
 
     memory_ms: float
     compute_ms: float
-    overhead_ms: float
+    overhead_ms: float | None
     kernels_ms: float | None = None
 
     @property
     def hardware_ms(self) -> float:
         """The larger of moving the bytes and doing the arithmetic at the measured ceilings."""
         return max(self.memory_ms, self.compute_ms)
+
+    @property
+    def with_overhead_ms(self) -> float | None:
+        """That and the overhead of a pass, where it is known."""
+        return None if self.overhead_ms is None else self.hardware_ms + self.overhead_ms
 
 
 class Lab:
@@ -90,6 +95,11 @@ class Lab:
         lab = Lab(self.point, self.hardware)
         lab.arm = replace(self.arm, **options)
         return lab
+
+    def stores(self, names: Sequence[str]) -> dict[str, Lab]:
+        """This laboratory, and one for each other KV store among `names`; by the store's name, this one first."""
+        own = self.arm.kv.name
+        return {own: self, **{name: self.varied(kv=name) for name in names if name != own}}
 
     def in_dtype(self, name: str) -> Lab:
         """The same laboratory in another dtype (its name), with models of its own. Raises what `prepare` does."""
@@ -200,9 +210,9 @@ class Lab:
         return self.hardware.ceilings()
 
     @cached_property
-    def overhead_ms(self) -> float:
-        """Of a pass, with tiny matrices; 0 where the weight format can't hold a tiny model."""
-        return self.hardware.overhead_ms(self.model.config, self.arm.weights) or 0.0
+    def overhead_ms(self) -> float | None:
+        """Of a pass, with tiny matrices; None where the weight format can't hold a tiny model."""
+        return self.hardware.overhead_ms(self.model.config, self.arm.weights)
 
     @cached_property
     def cost(self) -> ModelCost:

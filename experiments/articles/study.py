@@ -32,6 +32,7 @@ DEFAULTS = ("strategy=baseline", "study=articles", "measure.aa=false", "fidelity
 SETTINGS = ("strategy", "weights", "kv", "model", "dtype", "device", "threads", "seed", "study", "plugin")
 DECODING = ("decoding", "drafter", "verifier", "draft_length", "sampling", "workload", "prefill_chunk")
 CEILINGS = "measure.ceilings"
+ENDS = tuple(f"sampling.{key}" for key in ("stop", "stop_token_ids", "ignore_eos", "min_new_tokens"))
 # How much is written is an option of each experiment: no text is refused for what would come behind it.
 NEW_TOKENS = "workload.max_new_tokens"
 # In place of texts that nobody reads: these fit into any model's context.
@@ -53,12 +54,15 @@ class ArticleOptions(StudyOptions):
 
     A subclass says what it measures in `title`, and whether a strategy's drafter takes part (`decodes`) or only passes
     of its target are timed, which is refused for strategies with a drafter. `uses` are settings that it depends on
-    besides those that all do.
+    besides those that all do, `stores` is the option that lists KV stores, and `ends` says whether its texts end as the
+    sampling says; those of others go on to their length, so settings of ends are refused.
     """
 
     title: ClassVar[str]
     decodes: ClassVar[bool] = False
+    ends: ClassVar[bool] = False
     uses: ClassVar[Sequence[str]] = ()
+    stores: ClassVar[str] = ""
 
     @abstractmethod
     def measure(self, lab: Lab) -> Findings:
@@ -73,17 +77,21 @@ class ArticleOptions(StudyOptions):
                 what = "numbers of at least" if isinstance(value, list) else "at least"
                 raise ValueError(f"experiment.{name}={value}: expected {what} {bound}")
 
-    def check_stores(self, option: str, point: PreparedPoint) -> None:
-        """Raise ValueError, in one line, for a KV store of the option that can't hold the model's heads."""
+    @property
+    def _store_names(self) -> Sequence[str]:
+        return getattr(self, self.stores) if self.stores else ()
+
+    def _check_stores(self, point: PreparedPoint) -> None:
+        """Raise ValueError, in one line, for a KV store that can't hold the model's heads."""
         pool = point.pool
         shape = cache_shape(pool.target_config, 1, 1, pool.dtype, pool.device)
-        for name in getattr(self, option):
+        for name in self._store_names:
             store = plugins.default_options("kv", name)
             try:
                 if hasattr(store, "check"):
                     store.check(shape)
             except ValueError as error:
-                raise ValueError(f"experiment.{option}=[{name}]: {error}") from error
+                raise ValueError(f"experiment.{self.stores}=[{name}]: {error}") from error
 
     def prepare(self, overrides: Sequence[str]) -> Callable[[], bool]:
         point = self.point(overrides)
@@ -98,6 +106,10 @@ class ArticleOptions(StudyOptions):
         """The setting that the command line names. Raises ValueError for one that would be ignored."""
         used = [*SETTINGS, *(DECODING if self.decodes else ()), *self.uses, CEILINGS]
         refuse_unused(overrides, used, self.own_name)
+        if not self.ends:
+            refuse_ends(overrides, self.own_name)
+        for name in self._store_names:
+            plugins.default_options("kv", name)  # refuses an unknown one
         texts = () if "workload" in used else NO_TEXTS
         config = compose_run([*DEFAULTS, *texts, f"{NEW_TOKENS}=1", *overrides])
         if config.drafter is not None and not self.decodes:
@@ -116,6 +128,7 @@ class ArticleOptions(StudyOptions):
                 f"{CEILINGS}=skip: experiment={self.own_name} needs them; expected auto or refresh"
             )
         point = prepare(config, loaded)
+        self._check_stores(point)
         torch.set_num_threads(point.config.threads or 1)  # for what is timed, the choice of kernels included
         return point.with_kernels()
 
@@ -167,6 +180,15 @@ def refuse_unused(overrides: Sequence[str], used: Sequence[str], name: str) -> N
         if key not in used and key.partition(".")[0] not in used:
             raise ValueError(
                 f"{override}: experiment={name} doesn't depend on it; expected {', '.join(used)}"
+            )
+
+
+def refuse_ends(overrides: Sequence[str], name: str) -> None:
+    """Raise ValueError, in one line, for a setting of where texts end."""
+    for override in overrides:
+        if override.lstrip("+~").partition("=")[0] in ENDS:
+            raise ValueError(
+                f"{override}: texts of experiment={name} go on to their length; expected none of {', '.join(ENDS)}"
             )
 
 

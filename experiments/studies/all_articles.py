@@ -120,7 +120,9 @@ Job = Callable[[Store], Published]
 
 def _job(options: Any, study: str, overrides: Sequence[str], loaded: LoadedModels) -> Job:
     if not isinstance(options, ArticleOptions):
-        return lambda store: options.run(study, [one for one in overrides if one.startswith("study=")], store)
+        return lambda store: options.run(
+            study, [one for one in overrides if one.lstrip("+~").startswith("study=")], store
+        )
     point = options.point(overrides, loaded)
     return lambda store: options.run(point, overrides, store)
 

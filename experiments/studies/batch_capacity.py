@@ -9,16 +9,13 @@ from typing import ClassVar
 
 from matplotlib.figure import Figure
 
-from experiments import plugins
 from experiments.articles.findings import Findings, Rows
 from experiments.articles.lab import BEYOND_CONTEXT, Lab, LimitError, along
 from experiments.articles.resident import resident_kv_bytes
 from experiments.articles.study import ArticleOptions
 from experiments.bench import MIB
 from experiments.config import check
-from experiments.models import LoadedModels
 from experiments.plots.curves import Line, Panel, curves
-from experiments.point import PreparedPoint
 from experiments.theory import batch_capacity, kv_bytes_per_token
 from quant.footprint import stored_bytes
 from specdec.hf_adapter import HFAdapter
@@ -37,6 +34,7 @@ class BatchCapacityOptions(ArticleOptions):
     """
 
     title: ClassVar[str] = "How many sequences fit into memory"
+    stores: ClassVar[str] = "kv"
 
     memory_gib: float | None = None
     tokens: list[int] = field(default_factory=lambda: [256, 512, 1024, 2048, 4096])
@@ -46,21 +44,13 @@ class BatchCapacityOptions(ArticleOptions):
         is_right = self.memory_gib is None or 0 < self.memory_gib < math.inf
         check(is_right, "experiment.memory_gib", self.memory_gib, "a number above 0, or null")
         self.check_at_least(tokens=2)
-        for name in self.kv:
-            plugins.default_options("kv", name)
-
-    def point(self, overrides: Sequence[str], loaded: LoadedModels | None = None) -> PreparedPoint:
-        point = super().point(overrides, loaded)
-        self.check_stores("kv", point)
-        return point
 
     def measure(self, lab: Lab) -> Findings:
         memory = Memory.of(stored_bytes(lab.model), self.memory_gib)
         own = lab.arm.kv.name
         found: dict[str, dict[int, Capacity]] = {}
         limits: dict[str, str] = {}
-        for name in dict.fromkeys([own, *self.kv]):
-            store = lab if name == own else lab.varied(kv=name)
+        for name, store in lab.stores(self.kv).items():
             found[name], missing = capacities(store, self.tokens, memory)
             limits |= {f"{name} {where}": why for where, why in missing.items()}
         title = headline(found, own, memory)

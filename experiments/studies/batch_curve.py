@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from matplotlib.figure import Figure
 
+from experiments.articles.batches import measure_batches
 from experiments.articles.findings import Findings, Rows
 from experiments.articles.fits import line_through
 from experiments.articles.floor_lines import (
@@ -17,8 +18,8 @@ from experiments.articles.floor_lines import (
     measured_line,
     step_agreement,
 )
-from experiments.articles.lab import Floors, Lab, along
-from experiments.articles.steps import DecodedSteps, decode_steps, few_steps_notes
+from experiments.articles.lab import Floors, Lab
+from experiments.articles.steps import DecodedSteps, few_steps_notes
 from experiments.articles.study import ArticleOptions
 from experiments.plots.curves import Line, Panel, curves
 
@@ -38,10 +39,8 @@ class BatchCurveOptions(ArticleOptions):
         self.check_at_least(batches=1, prompt_tokens=2, new_tokens=2)
 
     def measure(self, lab: Lab) -> Findings:
-        found, limits = along(
-            self.batches, "batch", lambda batch: decode_steps(lab, batch, self.prompt_tokens, self.new_tokens)
-        )
-        floors, _ = along(list(found), "batch", lambda batch: self._floors(lab, batch))
+        measured = measure_batches(lab, self.batches, self.prompt_tokens, self.new_tokens)
+        found, floors = measured.steps, measured.floors
         first = found[min(found)]
         most = max(found, key=lambda batch: found[batch].tok_s)
         gain, slowdown = (
@@ -70,11 +69,8 @@ class BatchCurveOptions(ArticleOptions):
                 *few_steps_notes(found),
                 step_agreement(lab, {batch: steps.timing for batch, steps in found.items()}, floors),
             ],
-            limits=limits,
+            limits=measured.limits,
         )
-
-    def _floors(self, lab: Lab, batch: int) -> Floors:
-        return lab.floors(batch, 1, self.prompt_tokens + self.new_tokens // 2, kernels=True)
 
 
 def _line_notes(found: Mapping[int, DecodedSteps], floor_ms: float, row_ms: float) -> list[str]:

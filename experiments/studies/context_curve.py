@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from matplotlib.figure import Figure
 
-from experiments import plugins
 from experiments.articles.cache_growth import CacheGrowth, cache_growth
 from experiments.articles.findings import Findings, Rows
 from experiments.articles.fits import line_through
@@ -24,9 +23,7 @@ from experiments.articles.study import ArticleOptions
 from experiments.articles.timing import Timing
 from experiments.bench import MIB
 from experiments.known_models import KNOWN_MODELS
-from experiments.models import LoadedModels
 from experiments.plots.curves import Line, Panel, curves
-from experiments.point import PreparedPoint
 from experiments.roofline import GIGA
 from experiments.theory import equal_cache_tokens, kv_bytes_per_token
 from quant.footprint import stored_bytes
@@ -42,26 +39,19 @@ class ContextCurveOptions(ArticleOptions):
     """`contexts`: tokens in the cache when the step begins. `kv`: stores that are measured beside the run's own."""
 
     title: ClassVar[str] = "One decode step behind longer and longer texts"
+    stores: ClassVar[str] = "kv"
 
     contexts: list[int] = field(default_factory=lambda: [64, 128, 256, 512, 1024, 2048, 4096])
     kv: list[str] = field(default_factory=lambda: ["dense", "kv_int8", "kv_int4"])
 
     def __post_init__(self) -> None:
         self.check_at_least(contexts=1)
-        for name in self.kv:
-            plugins.default_options("kv", name)
-
-    def point(self, overrides: Sequence[str], loaded: LoadedModels | None = None) -> PreparedPoint:
-        point = super().point(overrides, loaded)
-        self.check_stores("kv", point)
-        return point
 
     def measure(self, lab: Lab) -> Findings:
         own = lab.arm.kv.name
         found: dict[str, dict[int, ContextStep]] = {}
         limits: dict[str, str] = {}
-        for name in dict.fromkeys([own, *self.kv]):
-            store = lab if name == own else lab.varied(kv=name)
+        for name, store in lab.stores(self.kv).items():
             found[name], missing = steps_along(store, self.contexts)
             limits |= {where if name == own else f"{name} {where}": why for where, why in missing.items()}
         steps = found[own]

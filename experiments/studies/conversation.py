@@ -11,14 +11,11 @@ from typing import ClassVar
 
 from matplotlib.figure import Figure
 
-from experiments import plugins
 from experiments.articles.dialogue import Dialogue, Script, Turn
 from experiments.articles.findings import Findings, Rows
 from experiments.articles.lab import Lab, LimitError
 from experiments.articles.study import ArticleOptions
-from experiments.models import LoadedModels
 from experiments.plots.curves import Line, Panel, curves
-from experiments.point import PreparedPoint
 
 KEPT, AGAIN = "KV kept", "read again"
 AFRESH, SUMMARY, CUT = "start afresh", "summarize", "smaller limit"
@@ -34,6 +31,7 @@ class ConversationOptions(ArticleOptions):
     """
 
     title: ClassVar[str] = "A conversation, turn by turn"
+    stores: ClassVar[str] = "kv_formats"
     uses: ClassVar[Sequence[str]] = ("workload",)
 
     turns: int = 8
@@ -46,13 +44,6 @@ class ConversationOptions(ArticleOptions):
 
     def __post_init__(self) -> None:
         self.check_at_least(turns=2, answer_tokens=3, repeats=1, limit=1, summary_tokens=3, summary_every=1)
-
-    def point(self, overrides: Sequence[str], loaded: LoadedModels | None = None) -> PreparedPoint:
-        for name in self.kv_formats:
-            plugins.default_options("kv", name)
-        point = super().point(overrides, loaded)
-        self.check_stores("kv_formats", point)
-        return point
 
     def measure(self, lab: Lab) -> Findings:
         script = Script(lab.point.pool.tokenizer)

@@ -9,10 +9,11 @@ from typing import ClassVar
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments.articles.batches import measure_batches
 from experiments.articles.findings import Findings, Rows
 from experiments.articles.floor_lines import FLOOR_HEADING, floor_cells, step_agreement
-from experiments.articles.lab import Floors, Lab, along
-from experiments.articles.steps import DecodedSteps, decode_steps, few_steps_notes
+from experiments.articles.lab import Floors, Lab
+from experiments.articles.steps import DecodedSteps, few_steps_notes
 from experiments.articles.study import ArticleOptions
 from experiments.plots.curves import Line, Mark, Panel, curves
 
@@ -35,10 +36,8 @@ class LatencyThroughputOptions(ArticleOptions):
         self.check_at_least(batches=1, prompt_tokens=2, new_tokens=2)
 
     def measure(self, lab: Lab) -> Findings:
-        found, limits = along(
-            self.batches, "batch", lambda batch: decode_steps(lab, batch, self.prompt_tokens, self.new_tokens)
-        )
-        floors, _ = along(list(found), "batch", lambda batch: self._floors(lab, batch))
+        measured = measure_batches(lab, self.batches, self.prompt_tokens, self.new_tokens)
+        found, floors = measured.steps, measured.floors
         knee = knee_of({batch: (steps.tok_s, steps.timing.median_ms) for batch, steps in found.items()})
         headline = _headline(found, knee)
         return Findings(
@@ -58,11 +57,8 @@ class LatencyThroughputOptions(ArticleOptions):
                 *few_steps_notes(found),
                 step_agreement(lab, {batch: steps.timing for batch, steps in found.items()}, floors),
             ],
-            limits=limits,
+            limits=measured.limits,
         )
-
-    def _floors(self, lab: Lab, batch: int) -> Floors:
-        return lab.floors(batch, 1, self.prompt_tokens + self.new_tokens // 2, kernels=True)
 
 
 def knee_of(points: Mapping[int, tuple[float, float]]) -> int | None:

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from experiments.articles.findings import Findings, Rows
 from experiments.articles.floor_lines import (
     FLOOR_HEADING,
+    NO_OVERHEAD,
     agreement,
     floor_cells,
     floor_lines,
@@ -124,11 +125,16 @@ def headline(found: Mapping[int, Timing], paying: Mapping[int, float | None], dr
 
 
 def _floor_with_overhead(floors: Mapping[int, Floors]) -> dict[int, float]:
-    return {tokens: floor.hardware_ms + floor.overhead_ms for tokens, floor in floors.items()}
+    """Where the overhead is known."""
+    predicted = {tokens: floor.with_overhead_ms for tokens, floor in floors.items()}
+    return {tokens: ms for tokens, ms in predicted.items() if ms is not None}
 
 
 def _theory_note(found: Mapping[int, Timing], floors: Mapping[int, Floors]) -> str:
-    beside = shares_of_measured(_floor_with_overhead(floors), found)
+    predicted = _floor_with_overhead(floors)
+    if not predicted:
+        return NO_OVERHEAD
+    beside = shares_of_measured(predicted, found)
     return f"the longer of reading and arithmetic, with the overhead of a pass, predicts {beside}"
 
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from experiments import plugins
 from experiments.articles.findings import Findings, Rows
 from experiments.articles.fits import line_through
-from experiments.articles.floor_lines import AGREES_FRAC, FLOOR_HEADING, floor_cells
+from experiments.articles.floor_lines import AGREES_FRAC, FLOOR_HEADING, NO_OVERHEAD, floor_cells
 from experiments.articles.lab import OUT_OF_MEMORY, Floors, Lab, LimitError
 from experiments.articles.study import ArticleOptions
 from experiments.articles.timing import Timing
@@ -157,11 +157,14 @@ def _line_notes(line: OriginLine) -> list[str]:
 
 
 def _floor_notes(found: Mapping[str, FormatStep]) -> list[str]:
-    off = [
-        f"{name} ({(step.floors.hardware_ms + step.floors.overhead_ms) / step.timing.median_ms:.2f})"
+    shares = {
+        name: step.floors.with_overhead_ms / step.timing.median_ms
         for name, step in found.items()
-        if abs((step.floors.hardware_ms + step.floors.overhead_ms) / step.timing.median_ms - 1) > AGREES_FRAC
-    ]
+        if step.floors.with_overhead_ms is not None
+    }
+    if not shares:
+        return [NO_OVERHEAD]
+    off = [f"{name} ({share:.2f})" for name, share in shares.items() if abs(share - 1) > AGREES_FRAC]
     where = f"off by more than {AGREES_FRAC:.0%}: {', '.join(off)}" if off else f"within {AGREES_FRAC:.0%}"
     return [f"the hardware floor and the overhead of a pass, as shares of what was measured, are {where}"]
 

@@ -30,6 +30,7 @@ class RequestAnatomyOptions(ArticleOptions):
 
     title: ClassVar[str] = "One question, step by step"
     decodes: ClassVar[bool] = True
+    ends: ClassVar[bool] = True
 
     question: str = "What is the capital of France?"
     new_tokens: int = 64
